@@ -1,0 +1,1 @@
+"""From raw logs to JaggedBatches: readers, preparation, samplers and the data module."""

@@ -1,0 +1,1 @@
+"""Backbones and the LightningModule around them; nothing here knows ranks or devices."""
