@@ -1,0 +1,51 @@
+# Every path is relative to this folder, so that `make -C path/to/turbogr train` works from anywhere.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup train test lint bench clean
+
+PYTHON ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.turbogr-setup
+DATA := data/movielens-100k
+RECIPE := recipes/movielens-100k/hstu.yaml
+
+help:
+	@echo "make setup   create .venv and install everything (PYTHON=path/to/python3.11 to choose the interpreter)"
+	@echo "make train   train HSTU on MovieLens-100K, then test the best checkpoint"
+	@echo "make test    run all tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   run every benchmark"
+	@echo "make clean   remove build output and caches (.venv, data/ and runs/ stay)"
+
+setup: $(STAMP)
+
+# The stamp is written last: an interrupted installation is taken up again by the next `make`.
+$(STAMP): pyproject.toml scripts/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
+	@touch $@
+
+train: $(DATA)/manifest.json
+	@bash scripts/compiler_note.sh
+	$(PY) -m turbogr fit -c $(RECIPE) --overwrite
+	$(PY) -m turbogr test -c $(RECIPE)
+
+$(DATA)/manifest.json: | $(STAMP)
+	$(PY) -m turbogr data fetch movielens-100k --out data/raw/movielens-100k
+	$(PY) -m turbogr data prepare movielens data/raw/movielens-100k --out $(DATA)
+
+test: $(STAMP)
+	$(PY) -m pytest
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script"; done
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis turbogr.egg-info
+	find turbogr tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
