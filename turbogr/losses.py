@@ -1,0 +1,46 @@
+"""Losses of retrieval training."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from turbogr.errors import ConfigurationError
+from turbogr.ops.negative_logits import negative_logits
+
+
+class SampledSoftmax(nn.Module):
+    """Sampled softmax over a token's target and its own drawn negatives.
+
+    loss = mean over tokens of -log softmax([o.p, o.n_1, ..., o.n_R] / temperature)[0], where o, p and n are l2-normalised and a
+    negative equal to the token's target is masked.
+
+    Args:
+        temperature: divides the logits.
+
+    Raises:
+        ConfigurationError: if the temperature is not positive.
+    """
+
+    def __init__(self, temperature: float = 0.05) -> None:
+        super().__init__()
+        if temperature <= 0:
+            raise ConfigurationError(f"SampledSoftmax: temperature must be positive, got {temperature}")
+        self.temperature = temperature
+
+    def forward(self, output: Tensor, items: Tensor, targets: Tensor, negatives: Tensor) -> Tensor:
+        """Mean loss over tokens.
+
+        Args:
+            output: float [T, D], l2-normalised output of each token.
+            items: float [U, D], l2-normalised distinct item rows of the batch.
+            targets: int64 [T], each token's target as an index into `items`.
+            negatives: int64 [T, R], each token's negatives as indices into `items`.
+
+        Returns:
+            float scalar.
+        """
+        positive = (output * nn.functional.embedding(targets, items)).sum(1, keepdim=True)
+        logits = negative_logits(output, items, negatives).masked_fill(negatives == targets[:, None], -torch.inf)
+        logits = torch.cat([positive, logits], dim=1) / self.temperature
+        return (logits.logsumexp(1) - logits[:, 0]).mean()

@@ -1,0 +1,70 @@
+"""Backbone: what every sequence model shares, and what the retriever asks of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from turbogr.batch import JaggedBatch
+from turbogr.errors import ConfigurationError
+
+
+class Backbone(nn.Module):
+    """Turns a batch's token embeddings into outputs, one a token, on the jagged layout.
+
+    The input is Dropout(sqrt(D) * E[id] + P[position]) with a learned P, truncated normal of deviation sqrt(1 / D). A subclass
+    implements `encode`.
+
+    Args:
+        dim: D, width of item embeddings and tokens.
+        max_length: longest history that positions are learned for.
+        dropout: dropout of the input, and of the blocks where they say so.
+
+    Raises:
+        ConfigurationError: if an option is out of range.
+    """
+
+    def __init__(self, dim: int, max_length: int, dropout: float) -> None:
+        super().__init__()
+        positive(self, dim=dim, max_length=max_length)
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigurationError(f"{type(self).__name__}: dropout must lie in [0, 1), got {dropout}")
+        self.dim, self.max_length = dim, max_length
+        std = dim**-0.5
+        self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(max_length, dim), std=std, a=-2 * std, b=2 * std))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor, batch: JaggedBatch) -> Tensor:
+        """Outputs float [T, D] of token embeddings float [T, D]; they depend on a token's own past only.
+
+        Raises:
+            ConfigurationError: if the batch allows longer histories than this backbone.
+        """
+        if batch.max_length > self.max_length:
+            raise ConfigurationError(
+                f"{type(self).__name__} was built for histories of {self.max_length} tokens, the data gives up to "
+                f"{batch.max_length}: set the backbone's max_length and the data's max_length to the same value"
+            )
+        starts = batch.offsets[:-1].repeat_interleave(batch.lengths, output_size=batch.num_tokens)
+        position = torch.arange(batch.num_tokens, device=tokens.device) - starts
+        return self.encode(self.dropout(tokens * self.dim**0.5 + nn.functional.embedding(position, self.positions)), batch)
+
+    @abstractmethod
+    def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:
+        """The blocks: float [T, D] to float [T, D]."""
+
+
+def positive(owner: nn.Module, **options: int) -> None:
+    """Raises ConfigurationError naming the first option that is not at least 1."""
+    for name, value in options.items():
+        if value < 1:
+            raise ConfigurationError(f"{type(owner).__name__}: {name} must be at least 1, got {value}")
+
+
+def head_width(owner: nn.Module, dim: int, num_heads: int) -> int:
+    """dim / num_heads; raises ConfigurationError if that is not a whole number."""
+    if dim % num_heads:
+        raise ConfigurationError(f"{type(owner).__name__}: dim {dim} is not divisible by num_heads {num_heads}")
+    return dim // num_heads

@@ -1,0 +1,112 @@
+"""HSTU: Hierarchical Sequential Transduction Units (Zhai et al. 2024, "Actions speak louder than words")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from turbogr.batch import JaggedBatch
+from turbogr.models.backbone import Backbone, head_width, positive
+from turbogr.models.bias import RelativeBias, TimeBuckets
+from turbogr.ops.hstu_attention import jagged_hstu_attention
+
+EPS = 1e-6
+
+
+class HSTUBlock(nn.Module):
+    """One block, on jagged tokens x [T, D].
+
+        U, V, Q, K = split(SiLU(LN(x) W))
+        A = SiLU(Q K^T + b) / n, causal
+        out = x + W_o Dropout(U * LN(A V)) + b_o
+
+    Both layer norms are without affine parameters, the second runs over all heads jointly; n is the constant longest length.
+
+    Args:
+        dim: D.
+        num_heads: H.
+        qk_dim: width of a head's queries and keys.
+        v_dim: width of a head's values and gates.
+        max_length: n.
+        dropout: on the gated attention output.
+        time: buckets of the time bias, or None for position bias alone.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, qk_dim: int, v_dim: int, max_length: int, dropout: float, time: TimeBuckets | None
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.qk_dim, self.v_dim, self.max_length = num_heads, qk_dim, v_dim, max_length
+        self.sizes = [num_heads * v_dim, num_heads * v_dim, num_heads * qk_dim, num_heads * qk_dim]
+        self.uvqk = nn.Parameter(torch.empty(dim, sum(self.sizes)).normal_(std=0.02))
+        self.out = nn.Linear(num_heads * v_dim, dim)
+        nn.init.xavier_uniform_(self.out.weight)
+        self.dropout = nn.Dropout(dropout)
+        self.bias = RelativeBias(max_length, time)
+        self.time = TimeBuckets() if time is None else time
+
+    def forward(self, x: Tensor, batch: JaggedBatch) -> Tensor:
+        """float [T, D] to float [T, D]."""
+        projected = F.silu(F.layer_norm(x, x.shape[-1:], eps=EPS) @ self.uvqk)
+        u, v, q, k = projected.split(self.sizes, dim=1)
+        attended = jagged_hstu_attention(
+            q.unflatten(1, (self.num_heads, self.qk_dim)),
+            k.unflatten(1, (self.num_heads, self.qk_dim)),
+            v.unflatten(1, (self.num_heads, self.v_dim)),
+            batch.offsets,
+            scale=1 / self.max_length,
+            position_bias=self.bias.by_distance(),
+            time_bias=self.bias.time,
+            # The time of row i is the *next* event's, the request time, so that at inference the query time takes its place.
+            query_times=batch.target_times,
+            key_times=batch.timestamps,
+            time_unit=self.time.unit,
+            time_divisor=self.time.divisor,
+        ).flatten(1)
+        gated = u * F.layer_norm(attended, attended.shape[-1:], eps=EPS)
+        return x + self.out(self.dropout(gated))
+
+
+class HSTU(Backbone):
+    """A stack of HSTU blocks.
+
+    Args:
+        dim: D, width of items and tokens.
+        num_blocks: how many blocks.
+        num_heads: H, heads of each block.
+        qk_dim: width of a head's queries and keys; dim / num_heads if None.
+        v_dim: width of a head's values and gates; dim / num_heads if None.
+        max_length: longest history, and the constant n that attention is divided by.
+        dropout: on the input and on each block's gated output.
+        time: buckets of the time bias, or None for position bias alone.
+
+    Raises:
+        ConfigurationError: if an option is out of range, or dim is not divisible by num_heads where widths are derived from it.
+    """
+
+    def __init__(
+        self,
+        dim: int = 50,
+        num_blocks: int = 2,
+        num_heads: int = 1,
+        qk_dim: int | None = None,
+        v_dim: int | None = None,
+        max_length: int = 200,
+        dropout: float = 0.2,
+        time: TimeBuckets | None = TimeBuckets(),  # noqa: B008 (frozen)
+    ) -> None:
+        super().__init__(dim, max_length, dropout)
+        positive(self, num_blocks=num_blocks, num_heads=num_heads)
+        qk_dim = head_width(self, dim, num_heads) if qk_dim is None else qk_dim
+        v_dim = head_width(self, dim, num_heads) if v_dim is None else v_dim
+        positive(self, qk_dim=qk_dim, v_dim=v_dim)
+        self.blocks = nn.ModuleList(
+            HSTUBlock(dim, num_heads, qk_dim, v_dim, max_length, dropout, time) for _ in range(num_blocks)
+        )
+
+    def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:
+        """The blocks: float [T, D] to float [T, D]."""
+        for block in self.blocks:
+            x = block(x, batch)
+        return x

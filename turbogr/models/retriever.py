@@ -1,0 +1,166 @@
+"""GenerativeRetriever: trains a backbone to retrieve each user's next item from the whole catalogue."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MetricCollection
+
+from turbogr.batch import JaggedBatch
+from turbogr.errors import ConfigurationError
+from turbogr.losses import SampledSoftmax
+from turbogr.metrics import retrieval_metrics
+from turbogr.models.backbone import Backbone
+from turbogr.models.hstu import HSTU
+from turbogr.ops.catalogue import target_ranks, top_items
+from turbogr.sparse.table import EmbeddingTable
+
+NORM_EPS = 1e-6
+
+DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+def published_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with the settings of the public HSTU runs: lr 1e-3, betas (0.9, 0.98), no weight decay."""
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
+
+
+class GenerativeRetriever(pl.LightningModule):
+    """Next-item retrieval with a sequence backbone, an item table and a sampled-softmax loss.
+
+    Dense parameters are trained by `optimizer`, the table's touched rows by the table's own row optimizer, once each per
+    optimizer step. A strategy may take over the table: it needs `sparse_features`, `sample_count` and the calls of
+    `self.embeddings` only.
+
+    Args:
+        num_items: V, size of the catalogue.
+        backbone: HSTU, SASRec or any other Backbone.
+        embeddings: the item table; allocated here as V rows of the backbone's width.
+        loss: called with (output [T, D], items [U, D], targets [T], negatives [T, R]).
+        optimizer: makes the optimizer of the dense parameters.
+        scheduler: makes a learning-rate scheduler for it, stepped every optimizer step.
+        top_k: the K of HR@K and NDCG@K; must not exceed the catalogue.
+        predict_k: items that `predict` returns per user.
+        seed: seeds dropout of every step; the global seed if None.
+
+    Raises:
+        ConfigurationError: if a K exceeds the catalogue or the catalogue is empty.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        backbone: Backbone | None = None,
+        embeddings: EmbeddingTable | None = None,
+        loss: SampledSoftmax | None = None,
+        optimizer: DenseOptimizer = published_adamw,
+        scheduler: Scheduler | None = None,
+        top_k: Sequence[int] = (1, 10, 50, 200),
+        predict_k: int = 10,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if num_items < 1:
+            raise ConfigurationError(f"num_items must be at least 1, got {num_items}")
+        for k in (*top_k, predict_k):
+            if not 1 <= k <= num_items:
+                raise ConfigurationError(
+                    f"K = {k} is impossible for a catalogue of {num_items} items: "
+                    f"model.top_k and model.predict_k go from 1 to {num_items}"
+                )
+        self.num_items, self.predict_k, self.seed = num_items, predict_k, seed
+        self.backbone: Backbone = HSTU() if backbone is None else backbone
+        self.embeddings = EmbeddingTable() if embeddings is None else embeddings
+        self.embeddings.allocate(num_items, self.backbone.dim)
+        self.loss = SampledSoftmax() if loss is None else loss
+        self._make_optimizer, self._make_scheduler = optimizer, scheduler
+        self.val_metrics = retrieval_metrics(top_k).clone(prefix="val/")
+        self.test_metrics = retrieval_metrics(top_k).clone(prefix="test/")
+
+    # What a strategy asks of the module: two pure functions of a batch.
+
+    def sparse_features(self, batch: JaggedBatch) -> dict[str, Tensor]:
+        """Feature name -> int64 ids that this batch looks up; targets and negatives in training only."""
+        if batch.negatives is None:
+            return {"values": batch.values}
+        return {"values": batch.values, "targets": batch.targets, "negatives": batch.negatives}
+
+    def sample_count(self, batch: JaggedBatch) -> int:
+        """Terms that the batch's mean loss averages over: its tokens."""
+        return batch.num_tokens
+
+    # Training.
+
+    def training_step(self, batch: JaggedBatch, batch_idx: int) -> Tensor:
+        """Mean loss of the batch."""
+        if batch.negatives is None:
+            raise ConfigurationError("a training batch carries no negatives: set data.num_negatives")
+        lookup = self.embeddings(self.sparse_features(batch))
+        output = normalised(self.backbone(lookup["values"], batch))
+        # Items are normalised once per distinct row, not once per sample: [U, D] instead of [T, R, D].
+        loss = self.loss(output, normalised(lookup.rows), lookup.index["targets"], lookup.index["negatives"])
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=self.sample_count(batch))
+        return loss
+
+    def on_train_start(self) -> None:
+        """Forgets what an earlier, interrupted fit left behind."""
+        self.embeddings.discard_gradients()
+
+    def on_train_batch_start(self, batch: JaggedBatch, batch_idx: int) -> None:
+        """Seeds the step's dropout by (seed, epoch, batch): a resumed run draws what the uninterrupted one would have."""
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+        state = np.random.SeedSequence([seed, self.current_epoch, batch_idx]).generate_state(1, np.uint64)
+        torch.manual_seed(int(state[0]))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One row update for all look-ups since the last one."""
+        self.embeddings.apply_gradients()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The dense optimizer, and its scheduler if one is set."""
+        optimizer = self._make_optimizer(parameter for parameter in self.parameters() if parameter.requires_grad)
+        if self._make_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._make_scheduler(optimizer), "interval": "step"}}
+
+    # Evaluation and prediction.
+
+    def queries(self, batch: JaggedBatch) -> Tensor:
+        """float [B, D], the l2-normalised output of each user's last token."""
+        tokens = self.embeddings({"values": batch.values})["values"]
+        return normalised(self.backbone(tokens, batch)[batch.last])
+
+    def validation_step(self, batch: JaggedBatch, batch_idx: int) -> None:
+        """Ranks the held-out items of validation."""
+        self._evaluate(batch, self.val_metrics)
+
+    def test_step(self, batch: JaggedBatch, batch_idx: int) -> None:
+        """Ranks the held-out items of test."""
+        self._evaluate(batch, self.test_metrics)
+
+    def _evaluate(self, batch: JaggedBatch, metrics: MetricCollection) -> None:
+        targets = batch.targets[batch.last]
+        ranks = target_ranks(self.queries(batch), self._catalogue(), targets, batch.seen, batch.seen_offsets)
+        metrics.update(ranks)
+        self.log_dict(metrics, batch_size=batch.num_users)
+
+    def predict_step(self, batch: JaggedBatch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Top items of each user: user rows int64 [B], item rows int64 [B, K], scores float [B, K], best first."""
+        scores, items = top_items(self.queries(batch), self._catalogue(), self.predict_k, batch.seen, batch.seen_offsets)
+        return batch.user_ids, items, scores
+
+    def _catalogue(self) -> Tensor:
+        return normalised(self.embeddings.weight)
+
+
+def normalised(x: Tensor) -> Tensor:
+    """x / max(||x||_2, 1e-6) along the last axis."""
+    return F.normalize(x, dim=-1, eps=NORM_EPS)
