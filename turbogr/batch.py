@@ -58,7 +58,7 @@ class JaggedBatch:
             self._check()
 
     def _check(self) -> None:
-        tokens, users = self.values.shape[0] if self.values.dim() == 1 else -1, self.user_ids.numel()
+        tokens, users = self.values.numel(), self.user_ids.numel()
         expected = {
             "values": (tokens,),
             "offsets": (users + 1,),
@@ -67,6 +67,10 @@ class JaggedBatch:
             "target_times": (tokens,),
             "user_ids": (users,),
         }
+        if (self.seen is None) != (self.seen_offsets is None):
+            raise DataError("JaggedBatch.seen and JaggedBatch.seen_offsets come together or not at all")
+        if self.seen is not None:
+            expected |= {"seen": (self.seen.numel(),), "seen_offsets": (users + 1,)}
         for name, shape in expected.items():
             tensor = getattr(self, name)
             if tensor.dtype != torch.int64 or tuple(tensor.shape) != shape:
@@ -80,12 +84,8 @@ class JaggedBatch:
                 f"JaggedBatch.negatives is {self.negatives.dtype} {list(self.negatives.shape)}, "
                 f"expected torch.int64 [{tokens}, R]"
             )
-        if (self.seen is None) != (self.seen_offsets is None):
-            raise DataError("JaggedBatch.seen and JaggedBatch.seen_offsets come together or not at all")
         _check_offsets("offsets", self.offsets, tokens, self.max_length)
         if self.seen is not None and self.seen_offsets is not None:
-            if self.seen_offsets.shape != self.offsets.shape:
-                raise DataError(f"JaggedBatch.seen_offsets has {self.seen_offsets.numel()} entries, expected {users + 1}")
             _check_offsets("seen_offsets", self.seen_offsets, self.seen.numel(), None)
 
     @property

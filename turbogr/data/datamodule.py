@@ -1,0 +1,290 @@
+"""SequenceDataModule: a prepared folder as batches for training, validation, test and prediction."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.loops.progress import _ProcessedTracker
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
+
+from turbogr.batch import JaggedBatch
+from turbogr.data.histories import HELD_OUT, EvaluationHistories, Protocol, Stage, TrainingHistories
+from turbogr.data.negatives import UniformNegatives, check_seed
+from turbogr.data.prepared import PreparedData
+from turbogr.data.samplers import EpochBatches, TrainingLoader
+from turbogr.errors import ConfigurationError, DataError
+
+
+class SequenceDataModule(LightningDataModule):
+    """Loads a prepared folder as `JaggedBatch`es.
+
+    Training: one history a user, its newest `max_length` tokens, each with `num_negatives` uniform draws from the catalogue.
+    The order of users depends on (seed, epoch) and the draws on (seed, epoch, user, position), never on workers or on where a
+    run was interrupted: `Trainer.fit(ckpt_path=…)` trains exactly the batches that were not yet trained.
+
+    Evaluation: one history a user, its last token's target is the held-out item, `seen` the items to filter (see
+    `EvaluationHistories`). Validation, test and prediction keep the order of user rows and never drop a user.
+
+    Args:
+        path: folder written by `turbogr data prepare`.
+        batch_size: users per training batch.
+        max_length: most tokens of a history; of longer ones the newest are used.
+        num_negatives: negatives drawn for each training token.
+        protocol: "three_way" (last event test, the one before validation) or "published" (last event both); None is the
+            prepared folder's own.
+        eval_batch_size: users per batch of validation, test and prediction; None is `batch_size`.
+        num_workers: processes that build batches; "auto" is none on two cores or fewer (building takes a few milliseconds, the
+            model wants the cores), else half the cores up to 4.
+        seed: of order and negatives; None is Lightning's global seed (`seed_everything`), or 0 where none is set.
+        drop_last: drop an epoch's last training batch where it is smaller than the others.
+        query_time: in prediction, when the recommendation is asked for, in the unit of the data; None is the time of each
+            user's last event.
+
+    Raises:
+        ConfigurationError: an option is out of range.
+        DataError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        batch_size: int = 128,
+        max_length: int = 200,
+        num_negatives: int = 128,
+        *,
+        protocol: Literal["three_way", "published"] | None = None,
+        eval_batch_size: int | None = None,
+        num_workers: int | Literal["auto"] = "auto",
+        seed: int | None = None,
+        drop_last: bool = False,
+        query_time: int | None = None,
+    ) -> None:
+        super().__init__()
+        _at_least_one(batch_size=batch_size, max_length=max_length, num_negatives=num_negatives)
+        if eval_batch_size is not None:
+            _at_least_one(eval_batch_size=eval_batch_size)
+        if protocol is not None and protocol not in HELD_OUT:
+            raise ConfigurationError(f"protocol is {protocol!r}; choose one of {', '.join(HELD_OUT)}")
+        if seed is not None:
+            check_seed(seed)
+        self.prepared = PreparedData.open(path)
+        if num_negatives > self.num_items:
+            raise ConfigurationError(
+                f"num_negatives is {num_negatives}, but the catalogue of {path} has only {self.num_items} items"
+            )
+        if query_time is not None and self.prepared.time_unit == "none":
+            raise ConfigurationError(f"query_time is {query_time}, but {path} was prepared from data without times")
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.num_negatives = num_negatives
+        self.protocol: Protocol = protocol or ("published" if self.prepared.protocol == "published" else "three_way")
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.num_workers = resolve_workers(num_workers)
+        self.drop_last = drop_last
+        self.query_time = query_time
+        self._seed = seed
+        self._said_too_short = False
+
+    @property
+    def num_items(self) -> int:
+        """V, size of the catalogue."""
+        return self.prepared.num_items
+
+    @property
+    def num_users(self) -> int:
+        """U, users of the prepared folder."""
+        return self.prepared.num_users
+
+    @property
+    def seed(self) -> int:
+        """The seed in use: the option, else Lightning's global seed, else 0."""
+        return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    def train_dataloader(self) -> TrainingLoader:
+        """One epoch of training batches each time it is iterated; in `fit`, from where the trainer stands.
+
+        With `limit_train_batches` each of the trainer's epochs takes the next batches of the sequence; with `overfit_batches`
+        there is no shuffling and the same users return in every epoch.
+
+        Raises:
+            DataError: no user has two training events.
+            ConfigurationError: an epoch would have no batch, or `overfit_batches` is a share.
+        """
+        negatives = UniformNegatives(self.num_items, self.num_negatives, self.seed)
+        histories = TrainingHistories(self.prepared, self.protocol, self.max_length, negatives)
+        users = histories.users()
+        if not len(users):
+            raise DataError(
+                f"{self.prepared.path}: no user has two training events under the protocol {self.protocol!r}, so there is "
+                "nothing to train on; prepare the folder with longer histories"
+            )
+        if not self._said_too_short and len(users) < self.num_users:
+            rank_zero_info(
+                f"{self.num_users - len(users)} of {self.num_users} users have fewer than two training events: they are "
+                "evaluated, but not trained on"
+            )
+            self._said_too_short = True
+        overfit = _overfit_batches(self.trainer)
+        if overfit:
+            users = users[: overfit * self.batch_size]
+        batches = EpochBatches(users, self.batch_size, self.seed, shuffle=not overfit, drop_last=self.drop_last)
+        trained = partial(settle_progress, self.trainer) if self.trainer is not None and _fitting(self.trainer) else None
+        return TrainingLoader(histories, batches, trained, **self._loader_options())
+
+    def val_dataloader(self) -> DataLoader[JaggedBatch]:
+        """Every user once, in the order of rows; the target is the validation item."""
+        return self._evaluation_loader("validation")
+
+    def test_dataloader(self) -> DataLoader[JaggedBatch]:
+        """Every user once, in the order of rows; the target is the test item."""
+        return self._evaluation_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[JaggedBatch]:
+        """Every user once, in the order of rows, with all their events.
+
+        Raises:
+            ConfigurationError: `query_time` lies before a user's last event.
+        """
+        if self.query_time is not None:
+            last = np.asarray(self.prepared.times)[np.asarray(self.prepared.offsets)[1:] - 1]
+            late = np.flatnonzero(last > self.query_time)
+            if len(late):
+                user = self.prepared.user_ids(late[:1])[0].as_py()
+                raise ConfigurationError(
+                    f"query_time {self.query_time} lies before the last event of {len(late)} users (user {user!r}: "
+                    f"{last[late[0]]}); times of {self.prepared.path} are in {self.prepared.time_unit}"
+                )
+        return self._evaluation_loader("predict")
+
+    def transfer_batch_to_device(self, batch: JaggedBatch, device: torch.device, dataloader_idx: int) -> JaggedBatch:
+        """Move a batch; from pinned memory without waiting for the copy."""
+        return batch.to(device, non_blocking=device.type not in ("cpu", "mps"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must agree on; saved with every checkpoint."""
+        return {
+            "content_hash": self.prepared.manifest["content_hash"],
+            "protocol": self.protocol,
+            "batch_size": self.batch_size,
+            "max_length": self.max_length,
+            "num_negatives": self.num_negatives,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare a checkpoint's data and options with ours.
+
+        Raises:
+            ConfigurationError: training would be resumed on other data or in another order. Evaluation and prediction may
+                differ; other data is then only warned about.
+        """
+        ours = self.state_dict()
+        changed = [name for name in ours if state_dict.get(name) != ours[name]]
+        if self.trainer is not None and _fitting(self.trainer):
+            if changed:
+                differences = "; ".join(f"{name} was {state_dict.get(name)!r} and is {ours[name]!r}" for name in changed)
+                raise ConfigurationError(
+                    f"the checkpoint cannot be resumed with {self.prepared.path}: {differences}. Resuming trains the batches "
+                    "that were not yet trained, which needs the same data and options; restore them, or start a new run"
+                )
+        elif "content_hash" in changed:
+            rank_zero_warn(
+                f"the checkpoint was trained on other data than {self.prepared.path} (content_hash differs): its item rows "
+                "must mean the same items"
+            )
+
+    def _evaluation_loader(self, stage: Stage) -> DataLoader[JaggedBatch]:
+        _overfit_batches(self.trainer)
+        query_time = self.query_time if stage == "predict" else None
+        # Data of plain row numbers, so that Lightning may inject samplers and track indices as in any DataLoader.
+        return DataLoader(
+            range(self.num_users),  # type: ignore[arg-type]
+            batch_size=self.eval_batch_size,
+            collate_fn=EvaluationHistories(self.prepared, self.protocol, stage, self.max_length, query_time),
+            generator=torch.Generator(),  # of its own, so that iterating takes nothing from the global stream
+            **self._loader_options(),
+        )
+
+    def _loader_options(self) -> dict[str, Any]:
+        device = "cpu" if self.trainer is None else self.trainer.strategy.root_device.type
+        return {
+            "num_workers": self.num_workers,
+            # Without workers DataLoader accepts neither this nor prefetch_factor.
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": device not in ("cpu", "mps"),
+            "worker_init_fn": _ignore_interrupt,
+        }
+
+
+def resolve_workers(num_workers: int | Literal["auto"]) -> int:
+    """The number of worker processes for this machine.
+
+    Raises:
+        ConfigurationError: neither "auto" nor 0 or more.
+    """
+    if num_workers == "auto":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return 0 if cores <= 2 else min(4, cores // 2)
+    if isinstance(num_workers, str) or num_workers < 0:
+        raise ConfigurationError(f'num_workers is {num_workers!r}; it must be 0 or more, or "auto"')
+    return num_workers
+
+
+def settle_progress(trainer: Trainer) -> int:
+    """Count the batches trained so far, at the moment when an epoch or the rest of one begins.
+
+    Lightning counts a batch as processed right after its optimizer step, and restores that count, wherever the checkpoint was
+    written (`on_train_batch_end`, `on_validation_end`, `on_train_epoch_end`, `on_exception`). Its other counters are one off in
+    a resumed run, in two ways that a second resume would then suffer from, so they are brought into line here:
+
+    - after resuming from the `on_train_batch_end` of an epoch's last batch, Lightning 2.6 enters the next epoch without
+      counting it as started, and later takes any checkpoint of that epoch for one of a finished epoch;
+    - after resuming from an interrupted step, its total of started batches keeps that step, and later a checkpoint of
+      `on_train_batch_end` is not recognised as such.
+
+    Args:
+        trainer: in `fit`, about to fetch the first batch.
+
+    Returns:
+        Batches trained, in all epochs and across resumed runs.
+    """
+    epochs = trainer.fit_loop.epoch_progress
+    for epoch in (epochs.total, epochs.current):
+        assert isinstance(epoch, _ProcessedTracker)
+        epoch.ready = epoch.started = epoch.processed + 1
+    batches = trainer.fit_loop.epoch_loop.batch_progress.total
+    assert isinstance(batches, _ProcessedTracker)
+    batches.ready = batches.started = batches.completed = batches.processed
+    return batches.processed
+
+
+def _fitting(trainer: Trainer) -> bool:
+    return trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
+
+
+def _overfit_batches(trainer: Trainer | None) -> int:
+    overfit = getattr(trainer, "overfit_batches", 0)  # set by Trainer's constructor behind the type checker's back
+    if isinstance(overfit, float) and overfit:
+        raise ConfigurationError(f"overfit_batches is {overfit}, a share; give the number of batches as an integer")
+    return int(overfit)
+
+
+def _ignore_interrupt(worker: int) -> None:
+    # A terminal sends Ctrl-C to every process. Only the trainer acts on it: it may still want batches until it has stopped.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _at_least_one(**options: int) -> None:
+    for name, value in options.items():
+        if value < 1:
+            raise ConfigurationError(f"{name} is {value}; it must be 1 or more")

@@ -1,0 +1,144 @@
+"""From user rows to a JaggedBatch: whole batches at once, straight from the memory-mapped arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from turbogr.batch import NO_TARGET, JaggedBatch
+from turbogr.data.negatives import Int64Array, NegativeSampler
+from turbogr.data.prepared import PreparedData
+from turbogr.data.samplers import BatchKey
+
+Protocol = Literal["three_way", "published"]
+Stage = Literal["validation", "test", "predict"]
+
+HELD_OUT: dict[Protocol, dict[Stage, int]] = {
+    "three_way": {"validation": 2, "test": 1, "predict": 0},
+    "published": {"validation": 1, "test": 1, "predict": 0},
+}
+"""How many of a user's last events an evaluation may not see; the first of them is its target."""
+
+
+class TrainingHistories(Dataset[JaggedBatch]):
+    """Training sequences: a user's training events 1..n give n - 1 tokens, token i having event i + 1 as its target.
+
+    Of longer histories the newest `max_length` tokens are used.
+
+    Args:
+        data: the prepared folder.
+        protocol: decides which events are training events.
+        max_length: most tokens of a history.
+        negatives: draws each token's negatives.
+    """
+
+    def __init__(self, data: PreparedData, protocol: Protocol, max_length: int, negatives: NegativeSampler) -> None:
+        self.data = data
+        self.held_out = HELD_OUT[protocol]["validation"]
+        self.max_length = max_length
+        self.negatives = negatives
+
+    def users(self) -> Int64Array:
+        """int64 [N], ascending rows of the users who have two training events or more: one makes no token."""
+        return np.flatnonzero(np.diff(np.asarray(self.data.offsets)) - self.held_out >= 2)
+
+    def __getitem__(self, key: BatchKey) -> JaggedBatch:
+        """Build the batch of `key.samples`, with negatives of `key.epoch`."""
+        users = key.samples
+        begins, ends = _bounds(self.data, users, self.held_out)
+        lengths = np.minimum(ends - begins - 1, self.max_length)
+        events = _spans(ends - 1 - lengths, lengths)
+        return JaggedBatch(
+            values=_gather(self.data.items, events),
+            offsets=_offsets(lengths),
+            timestamps=_gather(self.data.times, events),
+            targets=_gather(self.data.items, events + 1),
+            target_times=_gather(self.data.times, events + 1),
+            user_ids=torch.tensor(users),
+            max_length=self.max_length,
+            negatives=self.negatives.draw(users, lengths, key.epoch),
+        )
+
+
+class EvaluationHistories:
+    """Histories to rank the next item for; a `collate_fn` that turns a list of user rows into a batch.
+
+    The history is the newest `max_length` events before the held-out one, which is the last token's target. `seen` is what must
+    not be ranked: all the user's earlier items, of which the published protocol knows only those within the truncated history
+    (that is how the published figures were computed). In `predict` nothing is held out, the last target is `NO_TARGET`, and
+    `seen` is all the user's items under both protocols: nobody compares recommendations with published figures.
+
+    Args:
+        data: the prepared folder.
+        protocol: decides which event is held out.
+        stage: "validation", "test" or "predict".
+        max_length: most tokens of a history.
+        query_time: in `predict`, when the recommendation is asked for, in the data's unit; None is each user's last event.
+    """
+
+    def __init__(
+        self, data: PreparedData, protocol: Protocol, stage: Stage, max_length: int, query_time: int | None = None
+    ) -> None:
+        self.data = data
+        self.held_out = HELD_OUT[protocol][stage]
+        self.max_length = max_length
+        self.query_time = query_time
+        self.sees_all = protocol == "three_way" or stage == "predict"
+
+    def __call__(self, samples: Sequence[int]) -> JaggedBatch:
+        """Build the batch of the users with these rows."""
+        users = np.asarray(samples, dtype=np.int64)
+        begins, ends = _bounds(self.data, users, self.held_out)
+        lengths = np.minimum(ends - begins, self.max_length)
+        events = _spans(ends - lengths, lengths)
+        offsets = _offsets(lengths)
+        values, timestamps = _gather(self.data.items, events), _gather(self.data.times, events)
+        if self.held_out:
+            targets, target_times = _gather(self.data.items, events + 1), _gather(self.data.times, events + 1)
+        else:
+            # The event after a user's last one is another user's, and does not exist for the last user.
+            last = offsets[1:] - 1
+            targets, target_times = values.roll(-1), timestamps.roll(-1)
+            targets[last] = NO_TARGET
+            target_times[last] = timestamps[last] if self.query_time is None else self.query_time
+        seen, seen_offsets = values, offsets
+        if self.sees_all:
+            seen, seen_offsets = _gather(self.data.items, _spans(begins, ends - begins)), _offsets(ends - begins)
+        return JaggedBatch(
+            values=values,
+            offsets=offsets,
+            timestamps=timestamps,
+            targets=targets,
+            target_times=target_times,
+            user_ids=torch.tensor(users),
+            max_length=self.max_length,
+            seen=seen,
+            seen_offsets=seen_offsets,
+        )
+
+
+def _bounds(data: PreparedData, users: Int64Array, held_out: int) -> tuple[Int64Array, Int64Array]:
+    """First and one past the last event that may be used of each user: int64 [B] each."""
+    offsets = np.asarray(data.offsets)
+    return offsets[users], offsets[users + 1] - held_out
+
+
+def _spans(starts: Int64Array, lengths: Int64Array) -> Int64Array:
+    """starts[0], starts[0] + 1, … lengths[0] of them, then those of starts[1], …: int64 [lengths.sum()]."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _offsets(lengths: Int64Array) -> Tensor:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return torch.from_numpy(offsets)
+
+
+def _gather(array: np.ndarray, events: Int64Array) -> Tensor:
+    return torch.from_numpy(np.asarray(array)[events].astype(np.int64, copy=False))
