@@ -18,8 +18,8 @@ from turbogr.errors import ConfigurationError, DataError
 # The data set's README, literally: the module under test has its own copy.
 OFFICIAL = [
     "user_id", "video_id", "date", "hourmin", "time_ms", "is_click", "is_like", "is_follow", "is_comment", "is_forward",
-    "is_hate", "long_view", "play_time_ms", "duration_ms", "profile_stay_time", "comment_stay_time", "is_profile_enter", "is_rand",
-    "tab",
+    "is_hate", "long_view", "play_time_ms", "duration_ms", "profile_stay_time", "comment_stay_time", "is_profile_enter",
+    "is_rand", "tab",
 ]  # fmt: skip
 STANDARD = [
     "log_standard_4_08_to_4_21_27k_part1.csv",
