@@ -58,7 +58,7 @@ def fetch_movielens_100k(out: Path) -> Path:
             os.replace(extracted, target)
     except OSError as error:
         raise DataError(
-            f"{error.filename or target}: cannot be written ({error.strerror or error}); give another --out"
+            f"{error.filename or target}: cannot be used ({error.strerror or error}); give another --out"
         ) from error
     console.print(f"MovieLens-100K (100,000 ratings) written to {target}")
     return target
