@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turbogr.ops.jagged import LengthGroup, length_groups, row_blocks
+from turbogr.ops.jagged import LengthGroup, check_attention, length_groups, row_blocks
 from turbogr.ops.registry import register
 
 OPERATOR = "turbogr::jagged_hstu_attention"
@@ -80,7 +80,7 @@ def jagged_hstu_attention_reference(
     time_divisor: float = 0.301,
 ) -> Tensor:
     """The formula written down in float64, one sequence at a time: the oracle of every implementation."""
-    outputs = [v.new_empty(0, *v.shape[1:], dtype=torch.float64)]
+    outputs = [v[:0].double()]
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         index = torch.arange(end - start, device=q.device)
         scores = alpha * torch.einsum("ihd,jhd->hij", q[start:end].double(), k[start:end].double())
@@ -106,18 +106,16 @@ def _check(
     time_unit: float,
     time_divisor: float,
 ) -> None:
-    if q.dim() != 3 or k.shape != q.shape or v.dim() != 3 or v.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"{OPERATOR}: q and k are [T, H, dqk] and v is [T, H, dv]; "
-            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        )
-    if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
-        raise ValueError(f"{OPERATOR}: q, k and v share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if offsets.dim() != 1 or offsets.dtype != torch.int64 or offsets.numel() < 1:
-        raise ValueError(f"{OPERATOR}: offsets is int64 [B + 1]; got {offsets.dtype} {list(offsets.shape)}")
+    check_attention(OPERATOR, q, k, v, offsets)
     for name, table in (("position_bias", position_bias), ("time_bias", time_bias)):
         if table is not None and (table.dim() != 1 or table.numel() == 0):
             raise ValueError(f"{OPERATOR}: {name} is a table of one dimension; got {list(table.shape)}")
+    if position_bias is not None and offsets.device.type == "cpu" and offsets.numel() > 1:
+        longest = int(offsets.diff().max())
+        if longest > position_bias.numel():
+            raise ValueError(
+                f"{OPERATOR}: position_bias has {position_bias.numel()} entries, the longest sequence {longest} tokens"
+            )
     if time_bias is not None:
         for name, times in (("query_times", query_times), ("key_times", key_times)):
             if times is None or times.shape != q.shape[:1] or times.dtype != torch.int64:

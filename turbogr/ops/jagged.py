@@ -63,6 +63,31 @@ class LengthGroup:
             out.index_copy_(0, self.tokens[self.valid], rows[self.valid])
 
 
+def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> None:
+    """Checks what all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], int64 offsets rising from 0 to T.
+
+    The values of offsets are checked on the host only: reading them from a device would wait for it.
+
+    Raises:
+        ValueError: names the operator, the argument and what was found.
+    """
+    if q.dim() != 3 or k.shape != q.shape or v.dim() != 3 or v.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"{operator}: q and k are [T, H, dqk] and v is [T, H, dv]; "
+            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
+        raise ValueError(f"{operator}: q, k and v share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if offsets.dim() != 1 or offsets.dtype != torch.int64 or offsets.numel() < 1:
+        raise ValueError(f"{operator}: offsets is int64 [B + 1]; got {offsets.dtype} {list(offsets.shape)}")
+    if offsets.device.type == "cpu":
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first != 0 or last != q.shape[0] or bool((offsets.diff() < 0).any()):
+            raise ValueError(
+                f"{operator}: offsets rise from 0 to {q.shape[0]}; got first {first}, last {last}, or a fall between"
+            )
+
+
 def length_groups(offsets: Tensor, heads: int) -> list[LengthGroup]:
     """Partitions the sequences of a batch into groups of similar length; empty sequences belong to none.
 

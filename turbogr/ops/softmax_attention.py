@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turbogr.ops.jagged import length_groups, row_blocks
+from turbogr.ops.jagged import check_attention, length_groups, row_blocks
 from turbogr.ops.registry import register
 
 OPERATOR = "turbogr::jagged_softmax_attention"
@@ -33,21 +33,13 @@ def jagged_softmax_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *
     Raises:
         ValueError: if shapes or dtypes contradict each other.
     """
-    if q.dim() != 3 or k.shape != q.shape or v.dim() != 3 or v.shape[:2] != q.shape[:2]:
-        raise ValueError(
-            f"{OPERATOR}: q and k are [T, H, dqk] and v is [T, H, dv]; "
-            f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-        )
-    if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
-        raise ValueError(f"{OPERATOR}: q, k and v share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if offsets.dim() != 1 or offsets.dtype != torch.int64 or offsets.numel() < 1:
-        raise ValueError(f"{OPERATOR}: offsets is int64 [B + 1]; got {offsets.dtype} {list(offsets.shape)}")
+    check_attention(OPERATOR, q, k, v, offsets)
     return _softmax_attention(q, k, v, offsets, scale)
 
 
 def jagged_softmax_attention_reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, scale: float) -> Tensor:
     """The formula written down in float64, one sequence at a time: the oracle of every implementation."""
-    outputs = [v.new_empty(0, *v.shape[1:], dtype=torch.float64)]
+    outputs = [v[:0].double()]
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         scores = scale * torch.einsum("ihd,jhd->hij", q[start:end].double(), k[start:end].double())
         future = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu(1)
