@@ -1,0 +1,182 @@
+"""Each block against an independent dense float64 formulation, forward and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.models.make import random_batch
+from turbogr.errors import ConfigurationError
+from turbogr.models.bias import RelativeBias, TimeBuckets
+from turbogr.models.hstu import HSTU
+from turbogr.models.sasrec import SASRec
+
+LENGTHS = [9, 1, 14, 30]
+
+
+def layer_norm(x, eps):
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + eps).sqrt()
+
+
+def dense_input(backbone, tokens):
+    return tokens * backbone.dim**0.5 + backbone.positions[: len(tokens)]
+
+
+def dense_hstu(backbone: HSTU, tokens, batch, start, end):
+    x = dense_input(backbone, tokens[start:end])
+    n = end - start
+    row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+    for block in backbone.blocks:
+        heads, dqk, dv = block.num_heads, block.qk_dim, block.v_dim
+        u, v, q, k = F.silu(layer_norm(x, 1e-6) @ block.uvqk).split([heads * dv, heads * dv, heads * dqk, heads * dqk], 1)
+        bias = block.bias.position[(column - row) + block.max_length - 1]
+        if block.bias.time is not None:
+            gap = (batch.target_times[start:end, None] - batch.timestamps[None, start:end]).abs().double() / block.time.unit
+            bucket = torch.floor(torch.log(torch.clamp(gap, min=1)) / block.time.divisor).clamp(0, block.time.count)
+            bias = bias + block.bias.time[bucket.long()]
+        heads_out = []
+        for h in range(heads):
+            score = q[:, h * dqk : (h + 1) * dqk] @ k[:, h * dqk : (h + 1) * dqk].T + bias
+            weight = score * torch.sigmoid(score) / block.max_length * (row >= column)
+            heads_out.append(weight @ v[:, h * dv : (h + 1) * dv])
+        attended = torch.cat(heads_out, 1)
+        x = x + (u * layer_norm(attended, 1e-6)) @ block.out.weight.T + block.out.bias
+    return x
+
+
+def dense_sasrec(backbone: SASRec, tokens, batch, start, end):
+    x = dense_input(backbone, tokens[start:end])
+    n = end - start
+    forbidden = torch.arange(n)[:, None] < torch.arange(n)[None]
+    for block in backbone.blocks:
+        dim = x.shape[1] // block.num_heads
+        normed = layer_norm(x, 1e-8)
+        q, k, v = block.query(normed), block.key(x), block.value(x)
+        heads_out = []
+        for h in range(block.num_heads):
+            part = slice(h * dim, (h + 1) * dim)
+            score = (q[:, part] @ k[:, part].T / dim**0.5).masked_fill(forbidden, float("-inf"))
+            heads_out.append(torch.softmax(score, 1) @ v[:, part])
+        h = layer_norm(normed + block.out(torch.cat(heads_out, 1)), 1e-8)
+        x = h + block.contract(torch.relu(block.expand(h)))
+    return x
+
+
+BACKBONES = {
+    "hstu": (lambda: HSTU(dim=8, num_blocks=2, num_heads=2, qk_dim=3, v_dim=5, max_length=32, dropout=0.0), dense_hstu),
+    "hstu without time": (lambda: HSTU(dim=8, num_blocks=1, num_heads=1, max_length=32, dropout=0.0, time=None), dense_hstu),
+    "hstu in minutes": (
+        lambda: HSTU(dim=8, num_blocks=1, max_length=32, dropout=0.0, time=TimeBuckets(12, 0.7, 60.0)),
+        dense_hstu,
+    ),
+    "sasrec": (lambda: SASRec(dim=8, num_blocks=2, num_heads=2, ffn_dim=11, max_length=32, dropout=0.0), dense_sasrec),
+}
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_equals_the_dense_formulation(name):
+    make, dense = BACKBONES[name]
+    torch.manual_seed(3)
+    backbone = make().double()
+    for parameter in backbone.parameters():  # biases start at zero: give every parameter a say
+        torch.nn.init.normal_(parameter, std=0.3)
+    batch = random_batch(LENGTHS)
+    tokens = torch.randn(batch.num_tokens, 8, dtype=torch.float64, requires_grad=True)
+    inputs = [tokens, *backbone.parameters()]
+    out = backbone(tokens, batch)
+    offsets = batch.offsets.tolist()
+    expected = torch.cat([dense(backbone, tokens, batch, a, b) for a, b in pairwise(offsets)])
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
+    weights = torch.randn_like(out)
+    for actual, wanted in zip(
+        torch.autograd.grad(out, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_outputs_depend_on_the_own_past_only(name):
+    torch.manual_seed(0)
+    backbone = BACKBONES[name][0]()
+    batch = random_batch([6, 5])
+    tokens = torch.randn(11, 8)
+    before = backbone(tokens, batch)
+    tokens[2] = torch.randn(8)  # a constant shift would vanish in the layer norm
+    changed = (backbone(tokens, batch) - before).abs().sum(1) > 0
+    assert changed.tolist() == [False] * 2 + [True] * 4 + [False] * 5
+
+
+def test_a_history_gives_the_same_output_in_any_batch():
+    torch.manual_seed(0)
+    backbone = HSTU(dim=8, max_length=32, dropout=0.0).double()
+    batch = random_batch([7, 20])
+    tokens = torch.randn(27, 8, dtype=torch.float64)
+    alone = replace(
+        batch,
+        values=batch.values[:7],
+        offsets=torch.tensor([0, 7]),
+        timestamps=batch.timestamps[:7],
+        targets=batch.targets[:7],
+        target_times=batch.target_times[:7],
+        user_ids=batch.user_ids[:1],
+        negatives=None,
+    )
+    torch.testing.assert_close(backbone(tokens[:7], alone), backbone(tokens, batch)[:7])
+
+
+def test_the_query_time_reaches_the_last_output_and_only_that():
+    torch.manual_seed(0)
+    backbone = HSTU(dim=8, max_length=32, dropout=0.0)
+    batch = random_batch([6])
+    tokens = torch.randn(6, 8)
+    later = batch.target_times.clone()
+    later[-1] += 10**6
+    changed = (backbone(tokens, replace(batch, target_times=later)) - backbone(tokens, batch)).abs().sum(1) > 0
+    assert changed.tolist() == [False] * 5 + [True]
+    sasrec = SASRec(dim=8, max_length=32, dropout=0.0)
+    assert torch.equal(sasrec(tokens, replace(batch, target_times=later)), sasrec(tokens, batch))
+
+
+def test_hstu_large_has_the_papers_dense_parameters():
+    with torch.device("meta"):
+        backbone = HSTU(1024, 16, 8, 128, 128, 2048, 0.5, TimeBuckets(32))
+    assert sum(p.numel() for p in backbone.blocks.parameters()) == 83_968_512
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    backbone = HSTU(dim=64, max_length=500)
+    assert backbone.positions.std().item() == pytest.approx(0.8796 / 8, rel=0.02)
+    assert backbone.blocks[0].uvqk.std().item() == pytest.approx(0.02, rel=0.05)
+    assert backbone.blocks[0].bias.position.std().item() == pytest.approx(0.02, rel=0.2)
+    assert backbone.blocks[0].out.weight.abs().max() <= (6 / 128) ** 0.5
+
+
+def test_the_position_table_is_read_by_distance():
+    bias = RelativeBias(4, None)
+    with torch.no_grad():
+        bias.position.copy_(torch.arange(7.0))
+    assert bias.by_distance().tolist() == [3.0, 2.0, 1.0, 0.0]  # w_pos[j - i + n - 1] for i - j = 0, 1, 2, 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HSTU(dim=10, num_heads=3), "dim 10 is not divisible by num_heads 3"),
+        (lambda: SASRec(dim=10, num_heads=3), "dim 10 is not divisible by num_heads 3"),
+        (lambda: HSTU(max_length=0), "HSTU: max_length must be at least 1, got 0"),
+        (lambda: HSTU(num_blocks=0), "HSTU: num_blocks must be at least 1"),
+        (lambda: HSTU(qk_dim=-1), "HSTU: qk_dim must be at least 1"),
+        (lambda: SASRec(ffn_dim=0), "SASRec: ffn_dim must be at least 1"),
+        (lambda: HSTU(dropout=1.0), r"dropout must lie in \[0, 1\), got 1.0"),
+        (lambda: TimeBuckets(divisor=0.0), "count, divisor and unit must be positive"),
+        (lambda: HSTU(max_length=8)(torch.zeros(3, 50), random_batch([3])), "built for histories of 8 tokens"),
+    ],
+)
+def test_impossible_sizes_are_refused(make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make()

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from turbogr.errors import ConfigurationError, DataError
+from turbogr.sparse.optimizers import SGD, LazyAdam
+from turbogr.sparse.table import EmbeddingTable
+
+
+def table_of(rows=20, dim=3, optimizer=None):
+    torch.manual_seed(0)
+    table = EmbeddingTable(optimizer or SGD(lr=1.0))
+    table.allocate(rows, dim)
+    return table
+
+
+def test_a_lookup_holds_each_row_once_and_serves_every_feature():
+    table = table_of()
+    features = {"values": torch.tensor([5, 2, 5]), "negatives": torch.tensor([[2, 7], [7, 7]])}
+    lookup = table(features)
+    assert lookup.ids.tolist() == [2, 5, 7]
+    for name, ids in features.items():
+        assert torch.equal(lookup[name], table.weight[ids])
+        assert torch.equal(lookup.ids[lookup.index[name]], ids)
+
+
+def test_one_update_with_the_summed_gradient():
+    table = table_of()
+    before = table.weight.clone()
+    lookup = table({"a": torch.tensor([1, 1, 4]), "b": torch.tensor([1])})
+    (lookup["a"].sum() + 2 * lookup["b"].sum()).backward()
+    table.apply_gradients()
+    change = before - table.weight
+    assert change[1].tolist() == pytest.approx([4.0] * 3)  # twice in a, once in b with weight 2
+    assert change[4].tolist() == pytest.approx([1.0] * 3)
+    assert not change[[0, 2, 3, *range(5, 20)]].any()
+
+
+def test_accumulated_lookups_become_one_update_not_two():
+    """Adam tells one update from two: its step count and its second moment of the sum."""
+    table = table_of(optimizer=LazyAdam(lr=0.1))
+    twin = table_of(optimizer=LazyAdam(lr=0.1))
+    for ids in ([1, 2], [2, 3]):
+        table({"a": torch.tensor(ids)})["a"].sum().backward()
+    table.apply_gradients()
+    twin({"a": torch.tensor([1, 2, 2, 3])})["a"].sum().backward()
+    twin.apply_gradients()
+    for (name, actual), expected in zip(table.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert torch.equal(actual, expected), name
+    assert table.optimizer.steps == 1
+
+
+def test_evaluation_and_discarded_gradients_change_nothing():
+    table = table_of()
+    before = table.weight.clone()
+    table.eval()
+    assert not table({"a": torch.tensor([3])}).rows.requires_grad
+    table.train()
+    with torch.no_grad():
+        assert not table({"a": torch.tensor([3])}).rows.requires_grad
+    table({"a": torch.tensor([3])})["a"].sum().backward()
+    table.discard_gradients()
+    table.apply_gradients()
+    table({"a": torch.tensor([4])})  # looked up in vain
+    table.apply_gradients()
+    assert torch.equal(table.weight, before)
+
+
+def test_no_dense_optimizer_sees_the_table():
+    assert [name for name, p in table_of().named_parameters() if p.requires_grad] == []
+    assert set(table_of(optimizer=LazyAdam()).state_dict()) == {
+        "weight",
+        "optimizer.exp_avg",
+        "optimizer.exp_avg_sq",
+        "optimizer.steps",
+    }
+
+
+def test_rows_start_from_a_truncated_normal():
+    weight = table_of(5000, 8).weight
+    assert weight.abs().max() <= 0.04
+    assert weight.std().item() == pytest.approx(0.02 * 0.8796, rel=0.02)  # a normal cut at two deviations
+
+
+def test_ids_outside_the_table_are_named():
+    with pytest.raises(DataError, match=r"feature 'b' holds id 20, outside the table's rows 0\.\.19"):
+        table_of()({"a": torch.tensor([3]), "b": torch.tensor([[20]])})
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(ConfigurationError, match="0 x 4"):
+        table_of(0, 4)
+    with pytest.raises(ConfigurationError, match="init_std"):
+        EmbeddingTable(init_std=-1.0)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from turbogr.errors import ConfigurationError
+from turbogr.losses import SampledSoftmax
+
+
+def naive(output, items, targets, negatives, temperature):
+    """Token by token in float64."""
+    total = 0.0
+    for token, (target, drawn) in enumerate(zip(targets.tolist(), negatives.tolist(), strict=True)):
+        rows = [target] + [n for n in drawn if n != target]
+        logits = items[rows].double() @ output[token].double() / temperature
+        total = total - torch.log_softmax(logits, 0)[0]
+    return total / len(targets)
+
+
+def inputs(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    output = F.normalize(torch.randn(7, 5, generator=g, dtype=torch.float64), dim=1).requires_grad_()
+    items = F.normalize(torch.randn(9, 5, generator=g, dtype=torch.float64), dim=1).requires_grad_()
+    return output, items, torch.randint(0, 9, (7,), generator=g), torch.randint(0, 9, (7, 12), generator=g)
+
+
+def test_equals_the_naive_form_with_gradients():
+    output, items, targets, negatives = inputs()
+    assert (negatives == targets[:, None]).any()
+    loss, expected = SampledSoftmax(0.2)(output, items, targets, negatives), naive(output, items, targets, negatives, 0.2)
+    torch.testing.assert_close(loss, expected)
+    for actual, wanted in zip(
+        torch.autograd.grad(loss, (output, items)), torch.autograd.grad(expected, (output, items)), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_a_negative_equal_to_the_target_is_masked():
+    output, items, targets, negatives = inputs()
+    loss = SampledSoftmax()
+    more = torch.cat([negatives, targets[:, None]], dim=1)
+    assert torch.equal(loss(output, items, targets, more), loss(output, items, targets, negatives))
+    only = targets[:, None].expand(-1, 3).contiguous()
+    assert loss(output, items, targets, only) == 0
+
+
+def test_temperature_must_be_positive():
+    with pytest.raises(ConfigurationError, match="temperature must be positive, got 0"):
+        SampledSoftmax(0)
