@@ -29,7 +29,9 @@ class TrainingCounts(Protocol):
 class EvaluationData(Protocol):
     """What a data module offers to be scored by baselines; `SequenceDataModule` does."""
 
-    protocol: str
+    @property
+    def protocol(self) -> str:
+        """Which events are held out."""
 
     @property
     def num_items(self) -> int:
