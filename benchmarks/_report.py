@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import turbogr
@@ -102,10 +103,10 @@ class Report:
         verdict = {None: "", True: "[green]yes[/]", False: "[bold red]no[/]"}
         for row in self.rows:
             baseline = "" if row.baseline is None else _number(row.baseline)
-            table.add_row(row.claim, _number(row.value), baseline, row.target or "", row.unit, verdict[row.holds])
+            table.add_row(escape(row.claim), _number(row.value), baseline, row.target or "", row.unit, verdict[row.holds])
         console.print(table)
         for sentence in self.notes:
-            console.print(sentence, style="dim", highlight=False)
+            console.print(sentence, style="dim", highlight=False, markup=False)
 
     def as_dict(self) -> dict[str, Any]:
         """What is written as JSON: the rows with the versions and the machine that they were measured on."""
@@ -143,7 +144,7 @@ class Report:
         self.print()
         if json_path is not None:
             self.write(json_path)
-            Console().print(f"written to {json_path}", highlight=False, soft_wrap=True)
+            Console().print(f"written to {json_path}", highlight=False, markup=False, soft_wrap=True)
         return 1 if not self.rows or any(row.holds is False for row in self.rows) else 0
 
 

