@@ -102,16 +102,21 @@ class ContentHash:
         self._digest.update(f"\n{name} {kind}\n".encode())
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Write ``manifest.json`` into ``folder``, last and in one move, so that a folder with a manifest is a complete one.
 
     Args:
         folder: the prepared folder.
         manifest: every key of the format except ``format``, which is added.
+
+    Returns:
+        The manifest with ``format``.
     """
+    manifest = {"format": FORMAT, **manifest}
     temporary = folder / (MANIFEST + ".part")
-    temporary.write_text(json.dumps({"format": FORMAT, **manifest}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, folder / MANIFEST)
+    return manifest
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

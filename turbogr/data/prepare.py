@@ -1,0 +1,345 @@
+"""From raw logs to a prepared folder, out of core.
+
+Arrow parses the logs in blocks, DuckDB numbers the ids and sorts the events (spilling to disk), and the filters stream over the
+sorted events. Nothing is written into the output folder before everything is done.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from turbogr import __version__
+from turbogr.data.filtering import EventStore, drop_repeats, drop_short, k_core, keep_newest
+from turbogr.data.manifest import MIN_EVENTS, PROTOCOLS, ContentHash, length_percentiles, write_manifest
+from turbogr.data.sources.common import Intake, Source
+from turbogr.data.sources.events import Events
+from turbogr.data.sources.kuairand import SIGNALS, KuaiRand
+from turbogr.data.sources.movielens import MovieLens
+from turbogr.data.sources.sequences import Sequences
+from turbogr.data.workspace import database, npy, workspace
+from turbogr.errors import ConfigurationError, DataError
+
+SOURCES = ("movielens", "kuairand", "sequences", "events")
+_K_CORE = {"kuairand": 5}
+# Options that only some sources have; given to another one they would be silently without effect.
+_BELONGS = {
+    "signals": ("kuairand",),
+    "keep_hated": ("kuairand",),
+    "min_rating": ("movielens",),
+    "user": ("events",),
+    "item": ("events",),
+    "time": ("events",),
+    "where": ("events",),
+    "time_unit": ("events",),
+    "string_ids": ("events", "sequences"),
+}
+_ROW_GROUP = 1 << 20
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Every option of ``turbogr data prepare``; ``docs/data.md`` explains the choices.
+
+    Attributes:
+        signals: kuairand: an event is positive if one of these columns is 1; None means the paper's six; () keeps all events.
+        keep_hated: kuairand: keep events that the user marked as hated.
+        min_rating: movielens: drop lower ratings.
+        user: events: name of the column of users.
+        item: events: name of the column of items.
+        time: events: name of the column of times.
+        where: events: SQL condition; rows for which it is not true are dropped.
+        time_unit: events: ``"s"``, ``"ms"``, or ``"auto"`` to tell it by the size of the times.
+        string_ids: events, sequences: ids are text.
+        repeats: of several events of one user with one item keep all (``"keep"``), the first, or the last.
+        k_core: least number of events of every user and item; 0 is off; None is 5 for kuairand, else 0.
+        k_core_passes: passes of the k-core filter; None repeats it until nothing changes.
+        max_length: keep the newest so many events of each user; None keeps all.
+        protocol: ``"three_way"`` or ``"published"``; recorded, and applied by the data module.
+        memory_limit: what DuckDB may use, such as ``"2GB"``; the process needs about 1 GiB more.
+    """
+
+    signals: tuple[str, ...] | None = None
+    keep_hated: bool = False
+    min_rating: float | None = None
+    user: str | None = None
+    item: str | None = None
+    time: str | None = None
+    where: str | None = None
+    time_unit: Literal["auto", "s", "ms"] = "auto"
+    string_ids: bool = False
+    repeats: Literal["keep", "first", "last"] = "keep"
+    k_core: int | None = None
+    k_core_passes: int | None = None
+    max_length: int | None = None
+    protocol: Literal["three_way", "published"] = "three_way"
+    memory_limit: str = "2GB"
+
+    def __post_init__(self) -> None:
+        choices = {"time_unit": ("auto", "s", "ms"), "repeats": ("keep", "first", "last"), "protocol": PROTOCOLS}
+        for name, valid in choices.items():
+            if getattr(self, name) not in valid:
+                raise ConfigurationError(f"{_flag(name)} is {getattr(self, name)!r}; choose one of {', '.join(valid)}")
+        for name, least, off in (("k_core", 0, "0 turns it off"), ("k_core_passes", 1, "leave it out for as many as needed")):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigurationError(f"{_flag(name)} is {value}; it must be at least {least} ({off})")
+        if self.max_length is not None and self.max_length < MIN_EVENTS:
+            raise ConfigurationError(f"--max-length is {self.max_length}; a user needs at least {MIN_EVENTS} events")
+
+    def resolved(self, source: str) -> dict[str, Any]:
+        """All options with the source's defaults filled in, as JSON values.
+
+        Args:
+            source: one of ``SOURCES``.
+
+        Raises:
+            ConfigurationError: no such source, or an option that it does not have.
+        """
+        if source not in SOURCES:
+            raise ConfigurationError(f"unknown source {source!r}; choose one of {', '.join(SOURCES)}")
+        for option in fields(self):
+            owners = _BELONGS.get(option.name, SOURCES)
+            if source not in owners and getattr(self, option.name) != option.default:
+                raise ConfigurationError(f"{_flag(option.name)} is an option of {' and '.join(owners)}, not of {source}")
+        missing = [_flag(name) for name in ("user", "item", "time") if source == "events" and getattr(self, name) is None]
+        if missing:
+            raise ConfigurationError(f"the source events needs {', '.join(missing)}: the names of the columns")
+        values = asdict(self)
+        values["k_core"] = _K_CORE.get(source, 0) if self.k_core is None else self.k_core
+        values["k_core_passes"] = self.k_core_passes or "fixpoint"
+        if source == "kuairand":
+            values["signals"] = list(SIGNALS if self.signals is None else self.signals)
+        return values
+
+
+def prepare(
+    source: str,
+    paths: Sequence[str | Path],
+    out: str | Path,
+    options: PrepareOptions | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Prepare a folder for training from raw logs.
+
+    Args:
+        source: ``"movielens"``, ``"kuairand"``, ``"sequences"`` or ``"events"``.
+        paths: log files or folders, in the order in which their events follow each other where times are equal.
+        out: the folder to write: absent or empty.
+        options: what to keep and how.
+        console: where progress is shown; None shows none.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        DataError: a log is not as it must be (the message names file, line and column), nothing is left after a filter, the
+            output folder is not empty, or the disk is full.
+        ConfigurationError: an option that the source does not have, or of impossible value.
+    """
+    options = options or PrepareOptions()
+    settings = options.resolved(source)
+    reader = _reader(source, [Path(path) for path in paths], options)
+    with workspace(Path(out)) as (folder, scratch):
+        progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=console or Console(quiet=True),
+        )
+        with progress, database(scratch, options.memory_limit) as connection:
+            work = _Preparation(source, reader, settings, folder, scratch, connection, progress)
+            return work.run()
+
+
+class _Preparation:
+    """The steps of one preparation, in order."""
+
+    def __init__(
+        self,
+        source: str,
+        reader: Source,
+        settings: dict[str, Any],
+        folder: Path,
+        scratch: Path,
+        connection: duckdb.DuckDBPyConnection,
+        progress: Progress,
+    ) -> None:
+        self._source, self._reader, self._settings = source, reader, settings
+        self._folder, self._scratch, self._connection, self._progress = folder, scratch, connection, progress
+        self._counts: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        files = self._read()
+        store = self._order()
+        too_short = self._filter(store)
+        content = ContentHash()
+        # The memory limit changes how the work is done, never what comes out.
+        meaning = {name: value for name, value in self._settings.items() if name != "memory_limit"}
+        content.add_settings({**meaning, "source": self._source, "time_unit": self._reader.time_unit})
+        lengths = store.lengths[store.lengths > 0]
+        self._write(store, content)
+        counts = store.counts()
+        manifest = {
+            "turbogr": __version__,
+            "source": self._source,
+            "files": files,
+            "options": self._settings,
+            "protocol": self._settings["protocol"],
+            "time_unit": self._reader.time_unit,
+            "counts": self._counts,
+            "too_short": too_short,
+            "num_users": counts["users"],
+            "num_items": counts["items"],
+            "num_events": counts["events"],
+            "length_percentiles": length_percentiles(lengths),
+            "maps": {"users": "users.parquet", "items": "catalogue.parquet"},
+            "content_hash": content.hexdigest(),
+        }
+        return write_manifest(self._folder, manifest)
+
+    def _read(self) -> list[dict[str, Any]]:
+        """Fill the table ``raw``; its row ids are the reading order."""
+        total = sum(file.stat().st_size for file in self._reader.files)
+        kind = "VARCHAR" if self._reader.text_ids else "BIGINT"
+        self._connection.execute(f'CREATE TABLE raw ("user" {kind}, item {kind}, "time" BIGINT, dropped UTINYINT)')
+        with self._phase(f"Reading {len(self._reader.files)} file(s), {total / 1e6:,.1f} MB", total) as advance:
+            intake = Intake(advance)
+            for table in self._reader.tables(intake):
+                self._connection.register("block", table)
+                self._connection.execute("INSERT INTO raw SELECT * FROM block")
+                self._connection.unregister("block")
+        return intake.files
+
+    def _order(self) -> EventStore:
+        """Number users and items by their original ids, and sort the events by (user, time, reading order)."""
+        connection, filters = self._connection, self._reader.filters
+        survivors = ["count(*) AS after_0"] + [
+            f"count(*) FILTER (dropped = 0 OR dropped > {number}) AS after_{number}" for number in range(1, len(filters) + 1)
+        ]
+        with self._phase("Counting users and items") as advance:
+            for name in ("user", "item"):
+                connection.execute(
+                    f'CREATE TABLE {name}s AS SELECT "{name}" AS id, {", ".join(survivors)} FROM raw GROUP BY ALL'
+                )
+                advance(1)
+        for number, step in enumerate(["read", *filters]):
+            query = f"SELECT count(*) FILTER (after_{number} > 0), coalesce(sum(after_{number}), 0) FROM"
+            (users, events), (items, _) = (connection.sql(f"{query} {name}s").fetchall()[0] for name in ("user", "item"))
+            self._note(step, {"events": int(events), "users": users, "items": items})
+        last = f"after_{len(filters)}"
+        with self._phase("Ordering every user's events") as advance:
+            for name in ("user", "item"):
+                connection.execute(
+                    f"CREATE TABLE {name}_rows AS SELECT id, CAST(row_number() OVER (ORDER BY id) - 1 AS INTEGER) AS row, "
+                    f"{last} AS n FROM {name}s WHERE {last} > 0 ORDER BY id"
+                )
+                connection.execute(f"DROP TABLE {name}s")
+            lengths = connection.sql("SELECT n FROM user_rows ORDER BY row").fetchnumpy()["n"].astype(np.int64)
+            items = int(self._counts[-1]["items"])
+            reader = connection.sql(
+                'SELECT item_rows.row AS item, raw."time" AS "time" FROM raw JOIN user_rows ON user_rows.id = raw."user" '
+                "JOIN item_rows ON item_rows.id = raw.item WHERE raw.dropped = 0 "
+                'ORDER BY user_rows.row, raw."time", raw.rowid'
+            ).to_arrow_reader(_ROW_GROUP)
+            store = EventStore(self._scratch, items)
+            store.fill(lengths, ((batch["item"].to_numpy(), batch["time"].to_numpy()) for batch in reader))
+            connection.execute("DROP TABLE raw")
+            advance(1)
+        return store
+
+    def _filter(self, store: EventStore) -> int:
+        settings = self._settings
+        with self._phase("Filtering") as advance:
+            if settings["repeats"] != "keep":
+                drop_repeats(store, settings["repeats"])
+                self._note(f"{settings['repeats']} of repeats", store.counts())
+            if settings["k_core"] > 0:
+                limit = None if settings["k_core_passes"] == "fixpoint" else settings["k_core_passes"]
+                passes = k_core(store, settings["k_core"], limit, lambda count: advance(1))
+                self._note(f"{settings['k_core']}-core, {passes} pass{'' if passes == 1 else 'es'}", store.counts())
+            if settings["max_length"] is not None:
+                keep_newest(store, settings["max_length"])
+                self._note(f"newest {settings['max_length']}", store.counts())
+            too_short = drop_short(store, MIN_EVENTS)
+            self._note(f"users of >= {MIN_EVENTS} events", store.counts())
+        return too_short
+
+    def _write(self, store: EventStore, content: ContentHash) -> None:
+        """Renumber what is left and write the folder's files; the hash reads them back."""
+        kept_users, kept_items = store.lengths > 0, store.item_counts > 0
+        item_row = (np.cumsum(kept_items) - 1).astype(np.int32)
+        lengths = store.lengths[kept_users]
+        total = int(lengths.sum())
+        schema = pa.schema([("user", pa.int32()), ("item", pa.int32()), ("time", pa.int64())])
+        folder = self._folder
+        with self._phase("Writing", total) as advance:
+            with (
+                npy(folder / "items.npy", np.int32, total) as items_file,
+                npy(folder / "times.npy", np.int64, total) as times_file,
+                pq.ParquetWriter(folder / "events.parquet", schema, compression="zstd") as events_file,
+            ):
+                first = 0
+                for chunk in store.chunks():
+                    own = chunk.lengths[chunk.lengths > 0]
+                    users = np.repeat(np.arange(first, first + len(own), dtype=np.int32), own)
+                    items, times = item_row[chunk.items], chunk.times
+                    if self._reader.time_unit == "none":
+                        times = np.arange(len(items)) - np.repeat(np.cumsum(own) - own, own)
+                    items_file.write(items.data)
+                    times_file.write(np.ascontiguousarray(times, dtype=np.int64).data)
+                    events_file.write_table(pa.table([users, items, times], schema=schema), row_group_size=_ROW_GROUP)
+                    first += len(own)
+                    advance(len(items))
+            np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+            self._write_map("user", kept_users, lengths, folder / "users.parquet", content)
+            self._write_map("item", kept_items, store.item_counts[kept_items], folder / "catalogue.parquet", content)
+            for name in ("items", "times", "offsets"):
+                content.add_array(name, np.load(folder / f"{name}.npy", mmap_mode="r"))
+
+    def _write_map(self, name: str, kept: np.ndarray, counts: np.ndarray, file: Path, content: ContentHash) -> None:
+        ids = self._connection.sql(f"SELECT id FROM {name}_rows ORDER BY row").to_arrow_table()["id"].filter(pa.array(kept))
+        content.add_ids(f"{name} ids", ids)
+        rows = np.arange(len(ids), dtype=np.int64)
+        pq.write_table(pa.table({"row": rows, "id": ids, "events": counts.astype(np.int64)}), file, compression="zstd")
+
+    def _note(self, step: str, counts: dict[str, int]) -> None:
+        self._counts.append({"step": step, **counts})
+        if counts["events"] == 0:
+            trail = "; ".join(f"{each['step']}: {each['events']:,} events" for each in self._counts)
+            raise DataError(f"{self._reader.files[0]}: no user is left after the step {step!r} ({trail}); loosen the filters")
+
+    @contextmanager
+    def _phase(self, description: str, total: int | None = None) -> Iterator[Any]:
+        task = self._progress.add_task(description, total=total)
+        yield lambda count: self._progress.advance(task, count)
+        finished = self._progress.tasks[self._progress.task_ids.index(task)].completed or 1
+        self._progress.update(task, total=total or finished, completed=total or finished)
+
+
+def _reader(source: str, paths: list[Path], options: PrepareOptions) -> Source:
+    if not paths:
+        raise ConfigurationError("no path is given; name the log files or their folder")
+    if source == "kuairand":
+        return KuaiRand(paths, SIGNALS if options.signals is None else options.signals, options.keep_hated)
+    if source == "movielens":
+        return MovieLens(paths, options.min_rating)
+    if source == "sequences":
+        return Sequences(paths, options.string_ids)
+    return Events(
+        paths, str(options.user), str(options.item), str(options.time), options.where, options.string_ids, options.time_unit
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
