@@ -96,7 +96,7 @@ class PrepareOptions:
             raise ConfigurationError(f"--max-length is {self.max_length}; a user needs at least {MIN_EVENTS} events")
 
     def resolved(self, source: str) -> dict[str, Any]:
-        """All options with the source's defaults filled in, as JSON values.
+        """All options that a source has, with its defaults filled in, as JSON values.
 
         Args:
             source: one of ``SOURCES``.
@@ -113,7 +113,7 @@ class PrepareOptions:
         missing = [_flag(name) for name in ("user", "item", "time") if source == "events" and getattr(self, name) is None]
         if missing:
             raise ConfigurationError(f"the source events needs {', '.join(missing)}: the names of the columns")
-        values = asdict(self)
+        values = {name: value for name, value in asdict(self).items() if source in _BELONGS.get(name, SOURCES)}
         values["k_core"] = _K_CORE.get(source, 0) if self.k_core is None else self.k_core
         values["k_core_passes"] = self.k_core_passes or "fixpoint"
         if source == "kuairand":
