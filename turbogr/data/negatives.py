@@ -89,33 +89,36 @@ class UniformNegatives:
         steps = np.arange(words, dtype=np.uint64) * np.uint64(_GOLDEN)
 
         out = np.empty((tokens, draws), dtype=np.uint64)
+        rejected = [_NONE]
+        # Lemire, "Fast Random Integer Generation in an Interval" (2019): x V / 2^32 is unbiased once the x whose product leaves
+        # less than 2^32 mod V below are rejected. That is a share of V / 2^32: almost none, so they are redrawn together.
+        excess = np.uint32((1 << 32) % self.num_items)
         rows = max(1, _CHUNK // words)
         word, scratch = np.empty((rows, words), np.uint64), np.empty((rows, words), np.uint64)
         for start in range(0, tokens, rows):
-            part = starts[start : start + rows]
-            z = np.add(part[:, None], steps, out=word[: len(part)])
-            mix(z, scratch[: len(part)])
-            self._reduce(z.view(np.uint32)[:, :draws], part, out[start : start + rows])
+            z = np.add(starts[start : start + rows, None], steps, out=word[: tokens - start])
+            mix(z, scratch[: tokens - start])
+            product = out[start : start + rows]
+            product[...] = z.view(np.uint32)[:, :draws]
+            product *= np.uint64(self.num_items)
+            if excess:
+                bad = product.view(np.uint32)[:, _LOW_HALF::2] < excess
+                if bad.any():
+                    rejected.append(np.flatnonzero(bad) + start * draws)
+            product >>= np.uint64(32)
+        self._redraw(out, np.concatenate(rejected), starts)
         return torch.from_numpy(out.view(np.int64))
 
-    def _reduce(self, draws: npt.NDArray[np.uint32], starts: UInt64Array, out: UInt64Array) -> None:
-        """Map 32-bit draws to 0..V-1 without bias (Lemire, "Fast Random Integer Generation in an Interval", 2019)."""
-        out[...] = draws
-        out *= np.uint64(self.num_items)
-        excess = (1 << 32) % self.num_items
-        if excess:
-            # The low halves, read in place; almost always none is rejected (V / 2^32 of them are).
-            rejected = out.view(np.uint32)[:, _LOW_HALF::2] < np.uint32(excess)
-            row, column = np.nonzero(rejected) if rejected.any() else (_NONE, _NONE)
-            attempt = 0
-            while row.size:
-                attempt += 1
-                z = starts[row] + (column.astype(np.uint64) + np.uint64(attempt * _RETRY)) * np.uint64(_GOLDEN)
-                product = (mix(z, np.empty_like(z)) & _LOW) * np.uint64(self.num_items)
-                out[row, column] = product
-                again = (product & _LOW) < excess
-                row, column = row[again], column[again]
-        out >>= np.uint64(32)
+    def _redraw(self, out: UInt64Array, rejected: Int64Array, starts: UInt64Array) -> None:
+        """Replace the rejected draws, given as indices into the flattened `out`, until none is rejected."""
+        excess, attempt = (1 << 32) % self.num_items, 0
+        while rejected.size:
+            attempt += 1
+            row, column = np.divmod(rejected, self.num_negatives)
+            z = starts[row] + (column.astype(np.uint64) + np.uint64(attempt * _RETRY)) * np.uint64(_GOLDEN)
+            product = (mix(z, np.empty_like(z)) & _LOW) * np.uint64(self.num_items)
+            out[row, column] = product >> np.uint64(32)
+            rejected = rejected[(product & _LOW) < excess]
 
 
 def stream_keys(seed: int, epoch: int, samples: Int64Array, purpose: int) -> UInt64Array:
