@@ -1,0 +1,36 @@
+"""EpochLines: progress for logs and pipes, where a bar would be a mess: one line an epoch."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class EpochLines(Callback):
+    """Prints a line to stderr after every epoch: how far, how long, the loss and what validation measured.
+
+    Args:
+        metrics: names to show, in this order; those that were not logged are left out.
+    """
+
+    def __init__(self, metrics: tuple[str, ...] = ("train/loss", "val/HR@10", "val/NDCG@10")) -> None:
+        self.metrics = tuple(metrics)
+        self._start = time.monotonic()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        self._start = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the line."""
+        if not trainer.is_global_zero:
+            return
+        of = f"/{trainer.max_epochs}" if trainer.max_epochs is not None and trainer.max_epochs > 0 else ""
+        values = [
+            f"{name} {float(trainer.callback_metrics[name]):.4f}" for name in self.metrics if name in trainer.callback_metrics
+        ]
+        elapsed = time.monotonic() - self._start
+        line = f"epoch {trainer.current_epoch + 1}{of}, step {trainer.global_step}, {elapsed:.0f} s"
+        print("  ".join([line, *values]), file=sys.stderr, flush=True)

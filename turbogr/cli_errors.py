@@ -1,0 +1,123 @@
+"""Turns what jsonargparse says about a wrong option into one line that names the nearest valid one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterable
+from importlib import import_module
+
+_NOT_ACCEPTED = re.compile(r"Option '([^']+)' is not accepted")
+_UNKNOWN_KEY = re.compile(r"(?:Subcommand '\w+'|Group '(?P<group>[^']+)') does not accept option '(?P<key>[^']+)'")
+_PARSER_KEY = re.compile(r'Parser key "([^"]+)"')
+_CLASS_PATH = re.compile(r"Problem with given class_path '([^']+)'")
+_NO_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
+_NO_MODULE = re.compile(r"No module named '([^']+)'")
+_EXPECTED = re.compile(r"Expected an? (?:<class '([^']+)'>|([^\n]+?))(?:\. Got value: .*)?$", re.MULTILINE)
+_SUBTYPES = re.compile(r"Subtypes: \[<class '([^']+)'>")
+_GIVEN = re.compile(r"Given value: (.*)")
+_REQUIRED = re.compile(r"the following arguments are required: (.+)")
+_LINK = re.compile(r"Call to compute_fn of link .* failed: (.*)", re.DOTALL)
+
+
+def explain(message: str, known: Iterable[str]) -> str:
+    """One line for the user.
+
+    Args:
+        message: what jsonargparse says.
+        known: dotted names of all options of the command.
+    """
+    if match := re.match(r"unrecognized arguments: (\S+)", message):
+        text = unknown_option(match[1].lstrip("-").split("=")[0], known, dashes=match[1].startswith("-"))
+    elif match := _UNKNOWN_KEY.search(message):
+        text = unknown_option(f"{match['group']}.{match['key']}" if match["group"] else match["key"], known)
+    elif match := _NOT_ACCEPTED.search(message):
+        text = _unknown_class_option(match[1], message[: match.start()], known)
+    elif match := _NO_ATTRIBUTE.search(message):
+        names = [name for name, value in vars(import_module(match[1])).items() if inspect.isclass(value)]
+        text = f"{_keys(message, match.start())}: there is no class {match[1]}.{match[2]}{_did_you_mean(match[2], names)}"
+    elif match := _NO_MODULE.search(message):
+        text = f"{_keys(message, match.start())}: there is no module {match[1]}"
+    elif match := _LINK.search(message):
+        text = match[1]
+    elif match := _REQUIRED.search(message):
+        # Keys of a subcommand start with its name.
+        options = " ".join("--" + key.split(".", 1)[-1] for key in re.split(r",\s*", match[1]))
+        text = f"{options} must be given, on the command line or in a configuration file"
+    else:
+        text = _wrong_value(message)
+    return text
+
+
+def unknown_option(key: str, known: Iterable[str], dashes: bool = False) -> str:
+    """Says that an option does not exist, and names the nearest one.
+
+    Args:
+        key: dotted name as given.
+        known: dotted names of all options.
+        dashes: show names as on the command line.
+    """
+    known = sorted(set(known))
+    # Compare level by level: in `modell.backbone.init_args.dim` the first part is at fault, whatever follows.
+    parts, prefix, prefixes = (
+        key.split("."),
+        "",
+        {".".join(k.split(".")[: n + 1]) for k in known for n in range(k.count(".") + 1)},
+    )
+    depth = 0
+    while depth < len(parts) - 1 and prefix + parts[depth] in prefixes:
+        prefix += f"{parts[depth]}."
+        depth += 1
+    siblings = sorted({k[len(prefix) :].split(".")[0] for k in prefixes if k.startswith(prefix) and k != prefix[:-1]})
+    nearest = difflib.get_close_matches(parts[depth], siblings, n=1, cutoff=0.5) or difflib.get_close_matches(key, known, n=1)
+    name = nearest[0] if nearest and "." in nearest[0] else prefix + nearest[0] if nearest else ""
+    mark = "--" if dashes else ""
+    given = mark + ".".join(parts[: depth + 1])
+    if name:
+        return f"there is no option {given}; did you mean {mark}{name}?"
+    return f"there is no option {given}; valid here: {', '.join(siblings) or 'none'}"
+
+
+def _unknown_class_option(option: str, before: str, known: Iterable[str]) -> str:
+    """An option that the constructor of a class does not take."""
+    classes = _CLASS_PATH.findall(before)
+    if not classes:
+        return unknown_option(option, known)
+    module, _, name = classes[-1].rpartition(".")
+    parameters = [p for p in inspect.signature(getattr(import_module(module), name)).parameters if p != "self"]
+    hint = _did_you_mean(option, parameters) or f"; it takes {', '.join(parameters) or 'no option'}"
+    return f"{_keys(before)}: {classes[-1]} has no option {option}{hint}"
+
+
+def _wrong_value(message: str) -> str:
+    """A value of a wrong type, or anything else: without the usage text, in one line."""
+    keys, given = _keys(message), _GIVEN.findall(message)
+    expected = list(dict.fromkeys(a or b for a, b in _EXPECTED.findall(message)))
+    if keys and given and any("import path" in text for text in expected):
+        base = _SUBTYPES.findall(message)
+        hint = _did_you_mean(given[-1], [c.__name__ for c in _subclasses(base[-1])] if base else [])
+        return f"{keys}: {given[-1]} is neither a class path nor the name of a known class{hint}"
+    if keys and given and expected:
+        wanted = " or ".join("null" if text == "NoneType" else text for text in expected)
+        return f"{keys}: {given[-1]!r} is not accepted, expected {wanted}"
+    return " ".join(message.split())
+
+
+def _subclasses(path: str) -> list[type]:
+    module, _, name = path.rpartition(".")
+    found, queue = [], [getattr(import_module(module), name)]
+    while queue:
+        queue += (children := queue.pop().__subclasses__())
+        found += children
+    return found
+
+
+def _keys(message: str, end: int | None = None) -> str:
+    """The option that a message is about: nested messages name one level each."""
+    return ".init_args.".join(dict.fromkeys(_PARSER_KEY.findall(message[:end])))
+
+
+def _did_you_mean(word: str, choices: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]}?" if nearest else ""

@@ -1,0 +1,362 @@
+"""`turbogr fit | validate | test | predict`: LightningCLI with one model class, one data class and a run folder."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import logging
+import os
+import shlex
+import shutil
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+# Imported so that their short names ("SASRec") are accepted where a class path is.
+import turbogr.models.sasrec  # noqa: F401
+from turbogr.callbacks.progress import EpochLines
+from turbogr.callbacks.resume import SaveOnInterrupt, TrainingInterrupted
+from turbogr.cli_errors import explain
+from turbogr.data.datamodule import SequenceDataModule
+from turbogr.errors import ConfigurationError, TurboGRError
+from turbogr.models.retriever import GenerativeRetriever
+from turbogr.resources import recipes_dir
+from turbogr.run_folder import BEST, CONFIG_KEY, Checkpoint, RunFolder
+
+DEFAULT_SEED = 42
+# Keys that say what one call does, not what is trained: they have no place in a configuration that is used again.
+_CALL_KEYS = ("config", "ckpt_path", "weights_only", "overwrite")
+
+
+def run(command: str, args: list[str]) -> int:
+    """Runs one command of the trainer.
+
+    Args:
+        command: fit, validate, test or predict.
+        args: the rest of the command line.
+
+    Returns:
+        Exit code: 0, or 128 + signal number where a signal stopped the training.
+
+    Raises:
+        TurboGRError: for what the user can mend.
+        SystemExit: with code 2 for a wrong command line.
+    """
+    _silence_noise()
+    args = find_recipes(args)
+    try:
+        TurboGRCLI(command, args)
+    except TrainingInterrupted as interrupted:
+        print(
+            f"saved {interrupted.checkpoint}; to resume:\n  {resume_command(command, args, interrupted.checkpoint)}",
+            file=sys.stderr,
+        )
+        return 128 + interrupted.signum
+    except MisconfigurationException as error:
+        raise ConfigurationError(" ".join(str(error).split())) from error
+    except (TypeError, ValueError) as error:
+        # jsonargparse wraps what a constructor raises into an error of its own.
+        if (cause := _users_error(error)) is None:
+            raise
+        raise cause from error
+    return 0
+
+
+class Parser(LightningArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Prints the error and exits with code 2."""
+        if not self.exit_on_error:  # a parser inside a parser: the outer one speaks
+            super().error(message, ex)
+        parser = _chosen(self)
+        known = [a.dest for a in parser._actions if a.dest not in ("help", "==SUPPRESS==")]
+        print(f"{parser.prog.replace(' [options]', '')}: error: {explain(message, known)}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes the merged configuration into the run folder (`fit` only) and into every checkpoint."""
+
+    def text(self) -> str:
+        """The merged configuration as YAML, without what belongs to this call alone."""
+        config = self.config.clone()
+        for key in _CALL_KEYS:
+            config.pop(key, None)
+        return self.parser.dump(config, skip_none=False, skip_validation=True)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Called by Lightning on rank 0, before training."""
+        if stage != "fit":
+            return
+        path = RunFolder(Path(trainer.default_root_dir)).config
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(self.text())
+        partial.replace(path)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """As text: torch.load(weights_only=True) accepts it."""
+        checkpoint[CONFIG_KEY] = self.text()
+
+
+class TurboGRCLI(LightningCLI):
+    """Parses, builds and runs.
+
+    Args:
+        command: fit, validate, test or predict.
+        args: the rest of the command line.
+    """
+
+    def __init__(self, command: str, args: list[str]) -> None:
+        self.command = command
+        base = str(recipes_dir() / "base.yaml")
+        super().__init__(
+            GenerativeRetriever,
+            SequenceDataModule,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
+            seed_everything_default=DEFAULT_SEED,
+            parser_class=Parser,
+            # allow_abbrev: a misspelt option must not be taken for one that starts like it
+            parser_kwargs={"prog": "turbogr", "allow_abbrev": False, command: {"default_config_files": [base]}},
+            args=[command, *args],
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The chosen one alone: a parser of all options is slow to build."""
+        return {self.command: LightningCLI.subcommands()[self.command]}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Callbacks that every run has, and options that follow from others."""
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.link_arguments("data.num_items", "model.num_items", apply_on="instantiate")
+        parser.link_arguments(("data.max_length", "model.backbone"), "model.backbone.init_args.max_length", one_max_length)
+        if self.command == "fit":
+            parser.add_argument(
+                "--overwrite",
+                type=bool,
+                default=False,
+                help="Replace an earlier run in the same folder.",
+                nargs="?",
+                const=True,
+            )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """As Lightning's, without its warning that sys.argv was not used."""
+        self.config = parser.parse_args(args)
+        if self.command == "predict":
+            # The writer has them on disk; keeping them in memory as well serves nobody here.
+            self.config[self.command]["return_predictions"] = False
+
+    def before_instantiate_classes(self) -> None:
+        """Settles the run folder and the checkpoint before anything is built."""
+        config = self.config[self.command]
+        self.folder = RunFolder(Path(config.trainer.default_root_dir or default_run_folder(config)))
+        config.trainer.default_root_dir = str(self.folder.path)
+        config.checkpoint.dirpath = config.checkpoint.dirpath or str(self.folder.checkpoints)
+        self.checkpoint: Checkpoint | None = None
+        if self.command != "fit" or config.ckpt_path:
+            self.checkpoint = Checkpoint(self.folder.resolve(config.ckpt_path or BEST))
+            config.ckpt_path = str(self.checkpoint.path)
+        self.resuming = self.checkpoint is not None and self.checkpoint.path.resolve().is_relative_to(
+            self.folder.path.resolve()
+        )
+        if self.command == "fit" and not (self.resuming or config.overwrite or config.trainer.fast_dev_run):
+            self.folder.refuse_earlier_run()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Adds what a run has without being asked: loggers, progress, Ctrl-C."""
+        config = self.config_init[self.command].trainer
+        callbacks = config.callbacks or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if self.command == "fit":
+            callbacks.append(SaveOnInterrupt(self.folder.checkpoint("last")))
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if config.enable_progress_bar is not False and not has_bar:
+            if sys.stderr.isatty():
+                callbacks.append(RichProgressBar(leave=False))
+            else:
+                config.enable_progress_bar = False
+                callbacks.append(EpochLines())
+        config.callbacks = callbacks
+        if config.logger is None:
+            # Evaluation and prediction write files of their own and leave the training's metrics.csv alone.
+            config.logger = self.folder.loggers() if self.command == "fit" and not config.fast_dev_run else False
+        return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Makes room for the new run, or cuts the old one's records where it is taken up."""
+        if self.config[self.command].trainer.fast_dev_run or not self.trainer.is_global_zero:
+            return
+        if self.checkpoint is not None and self.resuming:
+            print(f"resuming from {self.checkpoint.describe()}", file=sys.stderr)
+            self.folder.keep_metrics_before(self.checkpoint.global_step)
+        elif self.config[self.command].overwrite:
+            self.folder.remove_earlier_run()
+
+    def after_fit(self) -> None:
+        """A run that did nothing is an error."""
+        before = self.checkpoint.global_step if self.checkpoint else 0
+        if self.trainer.global_step <= before:
+            reason = f"the checkpoint stands at step {before} already: raise --trainer.max_epochs or --trainer.max_steps"
+            raise ConfigurationError(f"nothing was trained: {reason if before else 'the trainer has no step to take'}")
+
+    def before_validate(self) -> None:
+        """Says what is evaluated."""
+        self._say("validating")
+
+    def before_test(self) -> None:
+        """Says what is evaluated."""
+        self._say("testing")
+
+    def before_predict(self) -> None:
+        """Says what predicts."""
+        self._say("predicting with")
+
+    def after_validate(self) -> None:
+        """Keeps the result."""
+        self._write_results()
+
+    def after_test(self) -> None:
+        """Keeps the result."""
+        self._write_results()
+
+    def _say(self, what: str) -> None:
+        assert self.checkpoint is not None
+        if self.trainer.is_global_zero:
+            print(f"{what} {self.checkpoint.describe()}", file=sys.stderr)
+
+    def _write_results(self) -> None:
+        assert self.checkpoint is not None
+        if not self.trainer.is_global_zero:
+            return
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        path = self.folder.path / f"{self.command}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps({"checkpoint": str(self.checkpoint.path), "metrics": metrics}, indent=2) + "\n")
+        partial.replace(path)
+        print(f"wrote {path}", file=sys.stderr)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except RuntimeError as error:
+            if self.checkpoint is None or "loading state_dict" not in str(error):
+                raise
+            raise ConfigurationError(
+                f"{self.checkpoint.path} does not fit the model that is configured: {' '.join(str(error).split())}. Its own "
+                f"configuration is stored in it under {CONFIG_KEY!r}, and as config.yaml in its run folder"
+            ) from error
+
+
+def one_max_length(max_length: int, backbone: Any) -> int:
+    """The data's max_length, for the backbone; refuses a backbone that asks for another one."""
+    asked = backbone.get("init_args", {}).get("max_length") if isinstance(backbone, Namespace | dict) else None
+    if asked not in (None, max_length, _default_max_length(backbone)):
+        raise ConfigurationError(
+            f"model.backbone.init_args.max_length is {asked} and data.max_length is {max_length}: give data.max_length alone, "
+            "the backbone follows it"
+        )
+    return max_length
+
+
+def find_recipes(args: list[str]) -> list[str]:
+    """Replaces names of packaged recipes by their paths, where no such file exists here.
+
+    Raises:
+        ConfigurationError: if a configuration file is in neither place; names the nearest recipe.
+    """
+    found, takes_value = [], False
+    for arg in args:
+        option, equals, value = arg.partition("=")
+        if takes_value:
+            found.append(_recipe(arg))
+        elif equals and option in ("-c", "--config"):
+            found.append(f"{option}={_recipe(value)}")
+        else:
+            found.append(arg)
+        takes_value = not takes_value and arg in ("-c", "--config")
+    return found
+
+
+def resume_command(command: str, args: list[str], checkpoint: Path) -> str:
+    """The command line that goes on from a checkpoint: the one given, but for the checkpoint and --overwrite."""
+    kept: list[str] = []
+    skip = False
+    for arg in args:
+        if skip:
+            skip = False
+        elif arg == "--ckpt_path":
+            skip = True
+        elif not arg.startswith(("--ckpt_path=", "--overwrite")):
+            kept.append(arg)
+    program = [sys.executable, "-m", "turbogr"]
+    if not sys.argv[0].endswith("__main__.py") and shutil.which("turbogr"):
+        program = ["turbogr"]
+    elif Path(sys.executable).is_relative_to(Path.cwd()):
+        program[0] = os.path.relpath(sys.executable)
+    return shlex.join([*program, command, *kept, "--ckpt_path", str(checkpoint)])
+
+
+def default_run_folder(config: Namespace) -> Path:
+    """Names the folder of a run after its data and its backbone."""
+    backbone = config.model.backbone
+    name = backbone.class_path.rpartition(".")[2].lower() if isinstance(backbone, Namespace) else "hstu"
+    return Path("runs") / f"{Path(config.data.path).resolve().name}-{name}"
+
+
+def _recipe(name: str) -> str:
+    if Path(name).exists() or ":" in name or "\n" in name:  # a configuration may also be given as YAML text
+        return name
+    folder = recipes_dir()
+    packaged = folder / name.removeprefix("recipes/")
+    if packaged.is_file():
+        return str(packaged)
+    recipes = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.yaml"))
+    nearest = difflib.get_close_matches(name.removeprefix("recipes/"), recipes, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"recipes that come with turbogr: {', '.join(recipes)}"
+    raise ConfigurationError(f"there is no configuration file {name}, here or among the recipes; {hint}")
+
+
+def _users_error(error: BaseException | None) -> TurboGRError | None:
+    """The first of our own errors among the causes of an error."""
+    while error is not None and not isinstance(error, TurboGRError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _default_max_length(backbone: Any) -> Any:
+    module, _, name = str(backbone["class_path"]).rpartition(".")
+    parameter = inspect.signature(getattr(import_module(module), name)).parameters.get("max_length")
+    return None if parameter is None else parameter.default
+
+
+def _chosen(parser: Any) -> Any:
+    """The parser of the one subcommand, if `parser` is the one above it."""
+    action = getattr(parser, "_subcommands_action", None)
+    return next(iter(action.choices.values())) if action is not None and action.choices else parser
+
+
+def _silence_noise() -> None:
+    """Hides what Lightning says that no user of this command line can act on."""
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    # The data module has chosen the number of workers for this machine.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(("💡", "TPU available"))
+
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(keep)
