@@ -35,9 +35,9 @@ class Run:
 
 
 def measure(command: list[str]) -> Run:
-    """Run a command and measure it; its messages go to this terminal."""
+    """Run a command and measure it; its progress and errors go to this terminal, its tables nowhere."""
     started = time.perf_counter()
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         _, status, usage = os.wait4(process.pid, 0)
     except BaseException:

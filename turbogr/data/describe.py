@@ -106,6 +106,8 @@ def _table(title: str, columns: Sequence[str], rows: Any, left: int = 1) -> Tabl
 
 
 def _plain(value: Any) -> str:
+    if value is None:
+        return "not set"
     return ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)
 
 
