@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from turbogr.batch import NO_TARGET, JaggedBatch
@@ -45,7 +47,9 @@ class EvaluationData(Protocol):
         """Batches whose last target of each user is the held-out item."""
 
 
-def evaluate_baselines(data: EvaluationData, top_k: Sequence[int] = (10,), seed: int = 0) -> dict[str, dict[str, float]]:
+def evaluate_baselines(
+    data: EvaluationData, top_k: Sequence[int] = (10,), seed: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, dict[str, float]]:
     """Test metrics of recommending what is popular, and of recommending at random.
 
     Popularity is a model whose every query is [1] and whose item vectors are the counts of the training events, so the most
@@ -56,6 +60,7 @@ def evaluate_baselines(data: EvaluationData, top_k: Sequence[int] = (10,), seed:
         data: where test batches and counts come from.
         top_k: the Ks of HR@K and NDCG@K.
         seed: of the random vectors; equal seeds give equal metrics.
+        device: where to rank; a progress bar on standard error shows how far it is.
 
     Returns:
         {"popularity": {"HR@10": ..., "NDCG@10": ..., "MRR": ...}, "random": {...}}.
@@ -66,13 +71,17 @@ def evaluate_baselines(data: EvaluationData, top_k: Sequence[int] = (10,), seed:
     """
     generator = torch.Generator().manual_seed(seed)
     # Counts above 2^24 are rounded to float32: items that differ by one in 16 million events may tie.
-    counts = torch.from_numpy(np.asarray(data.prepared.training_counts(data.protocol))).float()[:, None]
-    vectors = torch.randn(data.num_items, RANDOM_WIDTH, generator=generator)
-    popularity, random = retrieval_metrics(top_k), retrieval_metrics(top_k)
-    for batch in data.test_dataloader():
-        targets = _held_out(batch)
-        popularity.update(target_ranks(torch.ones(batch.num_users, 1), counts, targets, batch.seen, batch.seen_offsets))
-        queries = torch.randn(batch.num_users, RANDOM_WIDTH, generator=generator)
+    counts = torch.from_numpy(np.asarray(data.prepared.training_counts(data.protocol))).float()[:, None].to(device)
+    vectors = torch.randn(data.num_items, RANDOM_WIDTH, generator=generator).to(device)
+    popularity, random = retrieval_metrics(top_k).to(device), retrieval_metrics(top_k).to(device)
+    console = Console(stderr=True)
+    for loaded in track(data.test_dataloader(), "Baselines", console=console, transient=True, disable=not console.is_terminal):
+        targets = _held_out(loaded).to(device)
+        # Drawn on the CPU, whose generator gives the same numbers for every device.
+        queries = torch.randn(loaded.num_users, RANDOM_WIDTH, generator=generator).to(device)
+        batch = loaded.to(device)
+        ones = torch.ones(batch.num_users, 1, device=device)
+        popularity.update(target_ranks(ones, counts, targets, batch.seen, batch.seen_offsets))
         random.update(target_ranks(queries, vectors, targets, batch.seen, batch.seen_offsets))
     return {
         name: {key: float(value) for key, value in metrics.compute().items()}
