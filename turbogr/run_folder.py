@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from turbogr.errors import ConfigurationError
 
@@ -36,11 +31,6 @@ class RunFolder:
     def config(self) -> Path:
         """The merged configuration of `fit`."""
         return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """Everything that was logged, one row a step."""
-        return self.path / "metrics.csv"
 
     @property
     def checkpoints(self) -> Path:
@@ -68,7 +58,7 @@ class RunFolder:
 
     def earlier_run(self) -> list[Path]:
         """Files of an earlier run that a new one would overwrite."""
-        files = [self.config, self.metrics, *self.checkpoints.glob("*.ckpt")]
+        files = [self.config, self.path / "metrics.csv", *self.checkpoints.glob("*.ckpt")]
         return sorted(file for file in files if file.exists())
 
     def refuse_earlier_run(self) -> None:
@@ -82,66 +72,9 @@ class RunFolder:
 
     def remove_earlier_run(self) -> None:
         """Deletes an earlier run's files, and nothing else that may lie in the folder."""
-        written_later = ("report.png", "test.json", "validate.json", "predictions.parquet")
-        for file in [*self.earlier_run(), *(self.path / name for name in written_later)]:
+        reports = [self.path / name for name in ("report.png", "test.json", "test.png", "predictions.parquet")]
+        for file in [*self.earlier_run(), *reports, *(self.path / "tensorboard").rglob("events.out.tfevents.*")]:
             file.unlink(missing_ok=True)
-
-    def keep_metrics_before(self, step: int) -> None:
-        """Drops rows of metrics.csv from `step` on: a run that resumes there logs them again."""
-        if not self.metrics.exists():
-            return
-        with self.metrics.open(newline="") as file:
-            reader = csv.DictReader(file)
-            header, rows = reader.fieldnames or [], [row for row in reader if int(row["step"]) < step]
-        partial = self.metrics.with_name(f".{self.metrics.name}.partial")
-        with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=header)
-            writer.writeheader()
-            writer.writerows(rows)
-        partial.replace(self.metrics)
-
-    def loggers(self) -> list[Logger]:
-        """metrics.csv, and TensorBoard's files if TensorBoard is installed."""
-        loggers: list[Logger] = [RunLogger(self.path)]
-        if find_spec("tensorboard"):
-            loggers.append(TensorBoardLogger(self.path, name="", version="tensorboard"))
-        return loggers
-
-
-class RunLogger(CSVLogger):
-    """Writes metrics.csv straight into a run's folder, going on where an existing file ends.
-
-    Args:
-        folder: the run's folder.
-        flush_logs_every_n_steps: rows reach the file at steps divisible by this, and at the end.
-    """
-
-    def __init__(self, folder: str | Path, flush_logs_every_n_steps: int = 100) -> None:
-        super().__init__(folder, name="", version="", flush_logs_every_n_steps=flush_logs_every_n_steps)
-
-    @property
-    def log_dir(self) -> str:
-        """The run's folder (CSVLogger would give it a trailing separator)."""
-        return os.fspath(Path(self.save_dir))
-
-    @property
-    def experiment(self) -> ExperimentWriter:  # type: ignore[override]
-        """The writer; created at first use."""
-        if self._experiment is None:
-            self._experiment = _ContinuingWriter(self.log_dir)
-        return self._experiment  # type: ignore[return-value]
-
-
-class _ContinuingWriter(ExperimentWriter):
-    def __init__(self, log_dir: str) -> None:
-        super().__init__(log_dir)
-        path = Path(self.metrics_file_path)
-        if path.exists():
-            with path.open(newline="") as file:
-                self.metrics_keys = list(csv.DictReader(file).fieldnames or [])
-
-    def _check_log_dir_exists(self) -> None:
-        """RunFolder decides what is deleted; Lightning's writer would delete metrics.csv here."""
 
 
 class Checkpoint:

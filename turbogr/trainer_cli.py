@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import logging
 import os
 import shlex
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
@@ -23,8 +24,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported so that their short names ("SASRec") are accepted where a class path is.
 import turbogr.models.sasrec  # noqa: F401
+from turbogr.callbacks.predictions import PredictionWriter
 from turbogr.callbacks.progress import EpochLines
+from turbogr.callbacks.report import Report
 from turbogr.callbacks.resume import SaveOnInterrupt, TrainingInterrupted
+from turbogr.callbacks.throughput import Throughput
 from turbogr.cli_errors import explain
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError, TurboGRError
@@ -141,6 +145,8 @@ class TurboGRCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Callbacks that every run has, and options that follow from others."""
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(Report, "report")
+        parser.add_lightning_class_args(PredictionWriter, "predictions")
         parser.link_arguments("data.num_items", "model.num_items", apply_on="instantiate")
         parser.link_arguments(("data.max_length", "model.backbone"), "model.backbone.init_args.max_length", one_max_length)
         if self.command == "fit":
@@ -159,6 +165,8 @@ class TurboGRCLI(LightningCLI):
         if self.command == "predict":
             # The writer has them on disk; keeping them in memory as well serves nobody here.
             self.config[self.command]["return_predictions"] = False
+        if self.command == "test":
+            self.config[self.command]["verbose"] = False  # Report's table says the same, and more
 
     def before_instantiate_classes(self) -> None:
         """Settles the run folder and the checkpoint before anything is built."""
@@ -177,12 +185,12 @@ class TurboGRCLI(LightningCLI):
             self.folder.refuse_earlier_run()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Adds what a run has without being asked: loggers, progress, Ctrl-C."""
+        """Adds what a run has without being asked: progress, throughput, Ctrl-C."""
         config = self.config_init[self.command].trainer
         callbacks = config.callbacks or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if self.command == "fit":
-            callbacks.append(SaveOnInterrupt(self.folder.checkpoint("last")))
+            callbacks += [Throughput(), SaveOnInterrupt(self.folder.checkpoint("last"))]
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config.enable_progress_bar is not False and not has_bar:
             if sys.stderr.isatty():
@@ -192,26 +200,17 @@ class TurboGRCLI(LightningCLI):
                 callbacks.append(EpochLines())
         config.callbacks = callbacks
         if config.logger is None:
-            # Evaluation and prediction write files of their own and leave the training's metrics.csv alone.
-            config.logger = self.folder.loggers() if self.command == "fit" and not config.fast_dev_run else False
+            config.logger = False  # Report brings metrics.csv, and TensorBoard where that is installed
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Makes room for the new run, or cuts the old one's records where it is taken up."""
-        if self.config[self.command].trainer.fast_dev_run or not self.trainer.is_global_zero:
+        """Makes room for the new run, or says what it goes on from."""
+        if not self.trainer.is_global_zero:
             return
-        if self.checkpoint is not None and self.resuming:
+        if self.checkpoint is not None:
             print(f"resuming from {self.checkpoint.describe()}", file=sys.stderr)
-            self.folder.keep_metrics_before(self.checkpoint.global_step)
-        elif self.config[self.command].overwrite:
+        elif self.config[self.command].overwrite and not self.config[self.command].trainer.fast_dev_run:
             self.folder.remove_earlier_run()
-
-    def after_fit(self) -> None:
-        """A run that did nothing is an error."""
-        before = self.checkpoint.global_step if self.checkpoint else 0
-        if self.trainer.global_step <= before:
-            reason = f"the checkpoint stands at step {before} already: raise --trainer.max_epochs or --trainer.max_steps"
-            raise ConfigurationError(f"nothing was trained: {reason if before else 'the trainer has no step to take'}")
 
     def before_validate(self) -> None:
         """Says what is evaluated."""
@@ -225,30 +224,10 @@ class TurboGRCLI(LightningCLI):
         """Says what predicts."""
         self._say("predicting with")
 
-    def after_validate(self) -> None:
-        """Keeps the result."""
-        self._write_results()
-
-    def after_test(self) -> None:
-        """Keeps the result."""
-        self._write_results()
-
     def _say(self, what: str) -> None:
         assert self.checkpoint is not None
         if self.trainer.is_global_zero:
             print(f"{what} {self.checkpoint.describe()}", file=sys.stderr)
-
-    def _write_results(self) -> None:
-        assert self.checkpoint is not None
-        if not self.trainer.is_global_zero:
-            return
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        path = self.folder.path / f"{self.command}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps({"checkpoint": str(self.checkpoint.path), "metrics": metrics}, indent=2) + "\n")
-        partial.replace(path)
-        print(f"wrote {path}", file=sys.stderr)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
@@ -256,10 +235,28 @@ class TurboGRCLI(LightningCLI):
         except RuntimeError as error:
             if self.checkpoint is None or "loading state_dict" not in str(error):
                 raise
+            path, differences = self.checkpoint.path, self._model_differences(self.checkpoint)
             raise ConfigurationError(
-                f"{self.checkpoint.path} does not fit the model that is configured: {' '.join(str(error).split())}. Its own "
-                f"configuration is stored in it under {CONFIG_KEY!r}, and as config.yaml in its run folder"
+                f"{path} was trained with another model: {'; '.join(differences) or ' '.join(str(error).split())}. Give the "
+                f"configuration it was trained with: -c {self.folder.config} (the checkpoint holds it too, as {CONFIG_KEY!r})"
             ) from error
+
+    def _model_differences(self, checkpoint: Checkpoint) -> list[str]:
+        if checkpoint.config is None:
+            return []
+        own = self._parser(self.command).dump(self.config[self.command], skip_none=False, skip_validation=True)
+        then, now = (dict(flat(yaml.safe_load(text)["model"], "model")) for text in (checkpoint.config, own))
+        keys = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
+        return [f"{key} was {then.get(key)!r} and is {now.get(key)!r}" for key in keys]
+
+
+def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a nested configuration."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from flat(inner, f"{key}.{name}")
+    else:
+        yield key, value
 
 
 def one_max_length(max_length: int, backbone: Any) -> int:
@@ -355,6 +352,8 @@ def _silence_noise() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     # The data module has chosen the number of workers for this machine.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # A run that goes on finds its own files; whether a new one may is decided before.
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty.")
 
     def keep(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(("💡", "TPU available"))
