@@ -17,6 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -33,7 +34,7 @@ from turbogr.callbacks.throughput import Throughput
 from turbogr.errors import ConfigurationError
 from turbogr.models.baselines import EvaluationData, evaluate_baselines
 
-BLUE, GREY, LIGHT, INK = "#2563eb", "#9aa5b1", "#e4e7eb", "#1f2933"
+BLUE, ORANGE, GREY, LIGHT, INK = "#2563eb", "#d9480f", "#7b8794", "#e4e7eb", "#1f2933"
 MONITOR = "val/NDCG@10"
 
 
@@ -223,15 +224,14 @@ def draw_report(rows: Sequence[dict[str, float]], best: dict[str, float] | None,
     loss = next((name for name in ("train/loss", "train/loss_step", "train/loss_epoch") if name in names), "train/loss")
     k = _shown_k(names)
     panels = [
-        (loss, "Training loss", "{:.3f}"),
-        (f"val/HR@{k}", f"HR@{k}, validation", "{:.4f}"),
-        (f"val/NDCG@{k}", f"NDCG@{k}, validation", "{:.4f}"),
-        (TOKENS_PER_SECOND, "Tokens per second", "{:,.0f}"),
+        (loss, "Training loss", "last {:.3f}"),
+        (f"val/HR@{k}", f"HR@{k}, validation", "best checkpoint {:.4f}"),
+        (f"val/NDCG@{k}", f"NDCG@{k}, validation", "best checkpoint {:.4f}"),
+        (TOKENS_PER_SECOND, "Tokens per second", "median {:,.0f}"),
     ]
-    figure = Figure(figsize=(10, 6.4), dpi=150, layout="constrained", facecolor="white")
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure = _figure((10, 6.6), title)
     last = max((row["step"] for row in rows), default=1)
-    for axes, (name, label, form) in zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True):
+    for axes, (name, label, note) in zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True):
         points = [(row["step"], row[name]) for row in rows if name in row]
         _style(axes, label)
         axes.set_xlim(0, max(last, 1) * 1.02)
@@ -239,18 +239,25 @@ def draw_report(rows: Sequence[dict[str, float]], best: dict[str, float] | None,
             axes.set_yticks([])
             axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", color=GREY)
             continue
-        steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, color=BLUE, linewidth=1.6, marker="o" if len(steps) < 40 else None, markersize=3)
-        if name.startswith("val/") and best is not None and name in best:
-            _mark(axes, best["step"], best[name], f"best checkpoint: {form.format(best[name])}")
-        elif not name.startswith("val/"):
-            _mark(axes, steps[-1], values[-1], form.format(values[-1]))
+        steps, values = np.array(points).T
+        validation = name.startswith("val/")
+        reach = 0 if validation else len(values) // 40
+        smooth = np.array([values[max(i - reach, 0) : i + reach + 1].mean() for i in range(len(values))])
+        if reach:
+            axes.plot(steps, values, color=BLUE, linewidth=0.8, alpha=0.3)
+        axes.plot(steps, smooth, color=BLUE, linewidth=1.8, marker="o" if len(steps) < 40 else None, markersize=3.5)
+        number = float(np.median(values)) if name == TOKENS_PER_SECOND else smooth[-1]
+        if validation and best is not None and name in best:
+            number = best[name]
+            axes.plot(best["step"], number, "o", markersize=8, color=ORANGE, markeredgecolor="white", markeredgewidth=1.5)
+        axes.set_title(note.format(number), loc="right", fontsize=9.5, color=ORANGE if validation else GREY)
         if name != loss:
-            axes.set_ylim(bottom=0, top=max(max(values) * 1.15, 1e-9))
-        if max(values) >= 1000:
+            axes.set_ylim(0, max(values.max() * 1.12, 1e-9))
+        if values.max() >= 1000:
             axes.yaxis.set_major_formatter("{x:,.0f}")
     for axes in figure.axes[2:]:
         axes.set_xlabel("step", fontsize=9, color=INK)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
     _replace(path, lambda temporary: figure.savefig(temporary, format="png"))
 
 
@@ -263,14 +270,13 @@ def draw_test(results: dict[str, dict[str, float]], k: int, path: Path, title: s
         path: PNG to write.
         title: of the figure.
     """
-    figure = Figure(figsize=(9, 1.5 + 0.55 * len(results)), dpi=150, layout="constrained", facecolor="white")
-    figure.suptitle(title, x=0.012, ha="left", fontsize=11, fontweight="bold", color=INK)
+    figure = _figure((9, 1.0 + 0.5 * len(results)), title)
     names = list(results)
     for axes, metric in zip(figure.subplots(1, 2, sharey=True), (f"HR@{k}", f"NDCG@{k}"), strict=True):
         values = [results[name].get(metric, 0.0) for name in names]
         _style(axes, f"{metric}, test")
         axes.grid(visible=False)
-        bars = axes.barh(names, values, color=[BLUE if name == "model" else GREY for name in names], height=0.62)
+        bars = axes.barh(names, values, color=[BLUE if name == "model" else "#b8c2cc" for name in names], height=0.62)
         axes.bar_label(bars, [f"{value:.4f}" for value in values], padding=5, fontsize=10, color=INK)
         axes.set_xlim(0, max(max(values) * 1.22, 1e-9))
         axes.spines["bottom"].set_visible(False)
@@ -278,6 +284,13 @@ def draw_test(results: dict[str, dict[str, float]], k: int, path: Path, title: s
         axes.tick_params(axis="y", labelsize=10, length=0)
     figure.axes[0].invert_yaxis()
     _replace(path, lambda temporary: figure.savefig(temporary, format="png"))
+
+
+def _figure(size: tuple[float, float], title: str) -> Figure:
+    figure = Figure(figsize=size, dpi=150, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1, wspace=0.04, hspace=0.06)
+    figure.suptitle(title, x=0.015, ha="left", fontsize=12, fontweight="bold", color=INK)
+    return figure
 
 
 def _style(axes: Axes, title: str) -> None:
@@ -288,15 +301,6 @@ def _style(axes: Axes, title: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(LIGHT)
-
-
-def _mark(axes: Axes, x: float, y: float, label: str) -> None:
-    axes.plot([x], [y], marker="o", markersize=6, color=BLUE, markeredgecolor="white", markeredgewidth=1.2)
-    on_right = x > sum(axes.get_xlim()) / 2
-    axes.annotate(
-        label, (x, y), xytext=(-4 if on_right else 4, 8), textcoords="offset points", fontsize=9, color=INK,
-        ha="right" if on_right else "left",
-    )  # fmt: skip
 
 
 def _metrics_logger(trainer: Trainer) -> MetricsLogger | None:
