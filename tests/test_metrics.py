@@ -129,3 +129,12 @@ def test_under_lightning(step_wise, tmp_path):
         [logged] = trainer.validate(Evaluated(step_wise), loader, verbose=False)
         want = retrieval_metrics([10], prefix="val/")(RANKS)
         assert logged == pytest.approx({name: float(value) for name, value in want.items()})
+
+
+def test_reset_in_inference_mode():
+    metrics = retrieval_metrics([10])
+    with torch.inference_mode():
+        metrics.update(RANKS)
+        metrics.reset()
+    metrics.update(RANKS)
+    assert float(metrics.compute()["HR@10"]) == pytest.approx(4 / 6)

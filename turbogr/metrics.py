@@ -35,7 +35,8 @@ class _RankHistogram(Metric):
             ranks: int64 [B], rank of each user's target, 0 is best.
         """
         _check_ranks(ranks)
-        self.histogram.scatter_add_(0, ranks.clamp(max=self.top_k[-1]), torch.ones_like(ranks))
+        # Not in place: a state reset in inference mode (trainer.validate) may not be written to outside it (trainer.fit).
+        self.histogram = self.histogram.scatter_add(0, ranks.clamp(max=self.top_k[-1]), torch.ones_like(ranks))
 
     def compute(self) -> dict[str, Tensor]:
         """The means over all users so far.
@@ -103,8 +104,8 @@ class MRR(Metric):
             ranks: int64 [B], rank of each user's target, 0 is best.
         """
         _check_ranks(ranks)
-        self.total += (1 / (ranks.double() + 1)).sum()
-        self.users += ranks.numel()
+        self.total = self.total + (1 / (ranks.double() + 1)).sum()
+        self.users = self.users + ranks.numel()
 
     def compute(self) -> dict[str, Tensor]:
         """The mean over all users so far.
