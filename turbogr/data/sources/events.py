@@ -17,6 +17,7 @@ _DELIMITERS = (",", "\t", ";", "|", "::")
 _MAGIC = b"PAR1"
 _HEAD_BYTES = 1 << 16
 _BATCH_ROWS = 1 << 20
+_HINT = "; text ids need --string-ids"
 
 
 class Events:
@@ -97,7 +98,7 @@ class Events:
             layout = Layout({}, delimiter, quoted=len(delimiter) == 1)
             headers[delimiter] = read_header(file, head, layout) if head.strip() else []
         delimiter = max(_DELIMITERS, key=lambda each: (len(set(self._roles) & set(headers[each])), len(headers[each])))
-        layout = Layout(self._wanted(headers[delimiter]), delimiter, quoted=len(delimiter) == 1)
+        layout = Layout(self._wanted(headers[delimiter]), delimiter, quoted=len(delimiter) == 1, id_hint=_HINT)
         return TextLog(file, layout, self._clock, inferred).tables(intake)
 
     def _parquet(self, file: Path, intake: Intake) -> Iterator[pa.Table]:
@@ -148,7 +149,7 @@ class Events:
         target = kind.arrow_type
         is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
         if kind is not Kind.TEXT_ID and not is_number:
-            hint = "; text ids need --string-ids" if kind is Kind.ID else "; write it as an integer or a timestamp"
+            hint = _HINT if kind is Kind.ID else "; write it as an integer or a timestamp"
             raise Place(file, first_row, "row").error(name, f"the column is of type {column.type}, not of whole numbers{hint}")
         try:
             return column.cast(target)

@@ -12,6 +12,7 @@ from turbogr.data.sources.text import Layout, TextLog
 from turbogr.errors import DataError
 
 _CLOCK = Clock("s", checked=False)
+_EVENTS = pa.schema([("user", pa.int64()), ("item", pa.int64()), ("time", pa.int64()), ("dropped", pa.uint8())])
 
 
 class Sequences:
@@ -57,7 +58,10 @@ class Sequences:
         raw = block.split(b"\n")
         try:
             lines = pc.ascii_trim_whitespace(pa.array(raw, pa.binary()).cast(pa.string()))
-            words = pc.ascii_split_whitespace(lines.filter(pc.not_equal(lines, "")))
+            lines = lines.filter(pc.not_equal(lines, ""))
+            if len(lines) == 0:
+                return _EVENTS.empty_table()
+            words = pc.ascii_split_whitespace(lines)
             lengths = pc.list_value_length(words).to_numpy()
             ids = pc.list_flatten(words)
             if not self.text_ids:

@@ -39,12 +39,14 @@ class Layout:
         delimiter: the text between cells.
         names: the columns of a file without a header; None where line 1 is the header.
         quoted: whether cells may stand in double quotes. A cell never spans lines.
+        id_hint: what a message about a wrong id ends with.
     """
 
     wanted: dict[str, Kind]
     delimiter: str = ","
     names: tuple[str, ...] | None = None
     quoted: bool = True
+    id_hint: str = ""
 
     def split(self, line: str) -> list[str]:
         """Split one line into cells.
@@ -261,11 +263,13 @@ class TextLog:
         if b"\r" in raw:
             return self._names[0], "a carriage return stands inside the line; lines must end in \\n or \\r\\n"
         try:
-            # Formats of numbers only are read whatever the encoding of columns that nobody wants.
-            line = raw.decode("utf-8" if {Kind.TEXT_ID, Kind.INFERRED} & set(layout.wanted.values()) else "latin-1")
+            line = raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            column = self._name(line_of(raw[: error.start]).count(layout.delimiter))
-            return column, f"byte {raw[error.start : error.start + 1]!r} is not UTF-8; convert the file to UTF-8"
+            # Formats of numbers only are read whatever the encoding of columns that nobody wants.
+            if {Kind.TEXT_ID, Kind.INFERRED} & set(layout.wanted.values()):
+                column = self._name(line_of(raw[: error.start]).count(layout.delimiter))
+                return column, f"byte {raw[error.start : error.start + 1]!r} is not UTF-8; convert the file to UTF-8"
+            line = raw.decode("latin-1")
         try:
             return layout.split(line)
         except csv.Error:
@@ -277,7 +281,8 @@ class TextLog:
 
     def _cell_fault(self, name: str, cell: str, kind: Kind) -> str | None:
         if kind is not Kind.INFERRED:
-            return cell_fault(cell, kind, self.clock)
+            message = cell_fault(cell, kind, self.clock)
+            return message + self.layout.id_hint if message is not None and kind is Kind.ID else message
         expected = self.inferred.get(name, pa.string())
         try:
             if cell:

@@ -1,0 +1,89 @@
+"""Raw logs for tests, and a plain-Python preparation to compare with."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from turbogr.data.prepared import PreparedData
+
+KUAIRAND_COLUMNS = (
+    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,play_time_ms,"
+    "duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab"
+)
+START_MS = 1_649_349_856_990
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of a KuaiRand log."""
+
+    user: int
+    item: int
+    time: int
+    click: int = 1
+    like: int = 0
+    hate: int = 0
+    long_view: int = 0
+
+    @property
+    def line(self) -> str:
+        signals = f"{self.click},{self.like},0,0,0,{self.hate},{self.long_view}"
+        return f"{self.user},{self.item},20220408,900,{self.time},{signals},100,200,0,0,0,0,1"
+
+
+def write_kuairand(file: Path, events: Iterable[Event]) -> Path:
+    file.write_text("\n".join([KUAIRAND_COLUMNS, *(event.line for event in events)]) + "\n", encoding="ascii")
+    return file
+
+
+def write_triples(file: Path, triples: Iterable[tuple[int, int, int]]) -> Path:
+    """(user, item, time) as MovieLens's u.data."""
+    file.write_text("".join(f"{user}\t{item}\t3\t{time}\n" for user, item, time in triples), encoding="ascii")
+    return file
+
+
+def naive_histories(
+    triples: Sequence[tuple[int, int, int]],
+    repeats: str = "keep",
+    k: int = 0,
+    passes: int | None = None,
+    max_length: int | None = None,
+) -> dict[int, list[tuple[int, int]]]:
+    """Histories [(item, time)] by user of events in reading order: every rule of `prepare`, in the slowest and plainest way."""
+    ordered = sorted(triples, key=lambda triple: (triple[0], triple[2]))  # Python's sort is stable
+    if repeats != "keep":
+        seen, kept = set(), []
+        for triple in ordered if repeats == "first" else reversed(ordered):
+            if triple[:2] not in seen:
+                seen.add(triple[:2])
+                kept.append(triple)
+        ordered = kept if repeats == "first" else kept[::-1]
+    rounds = 0
+    while k and (passes is None or rounds < passes):
+        users, items = Counter(u for u, _, _ in ordered), Counter(i for _, i, _ in ordered)
+        left = [(u, i, t) for u, i, t in ordered if users[u] >= k and items[i] >= k]
+        if len(left) == len(ordered):
+            break
+        ordered, rounds = left, rounds + 1
+    histories: dict[int, list[tuple[int, int]]] = {}
+    for user, item, time in ordered:
+        histories.setdefault(user, []).append((item, time))
+    if max_length is not None:
+        histories = {user: history[-max_length:] for user, history in histories.items()}
+    return {user: history for user, history in histories.items() if len(history) >= 3}
+
+
+def stored_histories(folder: Path) -> dict[int, list[tuple[int, int]]]:
+    """The same from a prepared folder, in original ids."""
+    data = PreparedData.open(folder)
+    users = data.user_ids(np.arange(data.num_users)).to_pylist()
+    items = data.item_ids(data.items).to_pylist()
+    times = data.times.tolist()
+    bounds = data.offsets.tolist()
+    return {
+        user: list(zip(items[start:end], times[start:end], strict=True))
+        for user, start, end in zip(users, bounds, bounds[1:], strict=False)
+    }
