@@ -110,8 +110,17 @@ class GenerativeRetriever(pl.LightningModule):
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=self.sample_count(batch))
         return loss
 
-    def on_train_start(self) -> None:
-        """Forgets what an earlier, interrupted fit left behind."""
+    def on_fit_start(self) -> None:
+        """Refuses what would train the table wrongly, and forgets what an earlier, interrupted fit left behind."""
+        if self.trainer.world_size > 1:
+            raise ConfigurationError(
+                f"{self.trainer.world_size} processes under {type(self.trainer.strategy).__name__} would each update a table "
+                "of their own, and the tables would drift apart: train with trainer.devices 1 and trainer.strategy auto"
+            )
+        if self.trainer.precision == "16-mixed":
+            raise ConfigurationError(
+                "precision 16-mixed scales the loss, and the table's gradients with it: use bf16-mixed or 32"
+            )
         self.embeddings.discard_gradients()
 
     def on_train_batch_start(self, batch: JaggedBatch, batch_idx: int) -> None:
@@ -150,7 +159,20 @@ class GenerativeRetriever(pl.LightningModule):
         targets = batch.targets[batch.last]
         ranks = target_ranks(self.queries(batch), self._catalogue(), targets, batch.seen, batch.seen_offsets)
         metrics.update(ranks)
-        self.log_dict(metrics, batch_size=batch.num_users)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs val/HR@K, val/NDCG@K and val/MRR over all users."""
+        self._log_metrics(self.val_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        """Logs test/HR@K, test/NDCG@K and test/MRR over all users."""
+        self._log_metrics(self.test_metrics)
+
+    def _log_metrics(self, metrics: MetricCollection) -> None:
+        # Lightning logs metrics of one value only; ours give one for each K, and are computed and reset here.
+        for name, value in metrics.compute().items():
+            self.log(name, value, prog_bar=name in ("val/HR@10", "val/NDCG@10"))
+        metrics.reset()
 
     def predict_step(self, batch: JaggedBatch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top items of each user: user rows int64 [B], item rows int64 [B, K], scores float [B, K], best first."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turbogr.ops.jagged import LengthGroup, check_attention, length_groups, row_blocks
+from turbogr.ops.jagged import LengthGroup, check_attention, length_groups, row_blocks, without_autocast
 from turbogr.ops.registry import register
 
 OPERATOR = "turbogr::jagged_hstu_attention"
@@ -59,9 +59,10 @@ def jagged_hstu_attention(
         ValueError: if shapes or dtypes contradict each other.
     """
     _check(q, k, v, offsets, position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
-    return _hstu_attention(
-        q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor
-    )
+    with without_autocast(q):
+        return _hstu_attention(
+            q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor
+        )
 
 
 def jagged_hstu_attention_reference(

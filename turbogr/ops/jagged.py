@@ -63,6 +63,11 @@ class LengthGroup:
             out.index_copy_(0, self.tokens[self.valid], rows[self.valid])
 
 
+def without_autocast(like: Tensor) -> torch.autocast:
+    """Context in which products keep their operands' dtype: an operator's arithmetic is not the caller's to change."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> None:
     """Checks what all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], int64 offsets rising from 0 to T.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turbogr.ops.jagged import without_autocast
 from turbogr.ops.registry import register
 
 OPERATOR = "turbogr::negative_logits"
@@ -48,7 +49,8 @@ def negative_logits(output: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         )
     if index.dim() != 2 or index.shape[0] != output.shape[0] or index.dtype != torch.int64:
         raise ValueError(f"{OPERATOR}: index is int64 [T, R] with T = {output.shape[0]}; got {index.dtype} {list(index.shape)}")
-    return _negative_logits(output, rows, index)
+    with without_autocast(output):
+        return _negative_logits(output, rows, index)
 
 
 def negative_logits_reference(output: Tensor, rows: Tensor, index: Tensor) -> Tensor:

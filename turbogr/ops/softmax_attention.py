@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turbogr.ops.jagged import check_attention, length_groups, row_blocks
+from turbogr.ops.jagged import check_attention, length_groups, row_blocks, without_autocast
 from turbogr.ops.registry import register
 
 OPERATOR = "turbogr::jagged_softmax_attention"
@@ -34,7 +34,8 @@ def jagged_softmax_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *
         ValueError: if shapes or dtypes contradict each other.
     """
     check_attention(OPERATOR, q, k, v, offsets)
-    return _softmax_attention(q, k, v, offsets, scale)
+    with without_autocast(q):
+        return _softmax_attention(q, k, v, offsets, scale)
 
 
 def jagged_softmax_attention_reference(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, scale: float) -> Tensor:
