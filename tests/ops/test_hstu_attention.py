@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.memory import allocations
+from _memory import allocations
 from tests.ops.jagged_cases import LENGTHS, max_errors, offsets_of
 from turbogr.ops import jagged
 from turbogr.ops.hstu_attention import _hstu_attention, jagged_hstu_attention, jagged_hstu_attention_reference

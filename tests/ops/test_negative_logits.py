@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.memory import allocations
+from _memory import allocations
 from tests.ops.jagged_cases import max_errors
 from turbogr.ops import negative_logits as module
 from turbogr.ops.negative_logits import _negative_logits, negative_logits, negative_logits_reference

@@ -8,13 +8,20 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def allocations(function: Callable[[], object]) -> tuple[int, int]:
-    """Bytes of the largest single allocation and of the peak while `function` runs."""
+    """Bytes of the largest single allocation, and of the peak above what was live before, while `function` runs.
+
+    Raises:
+        RuntimeError: if nothing was allocated: the profiler does not see this PyTorch's allocator.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    results = profiler.profiler
+    assert results is not None
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
     live = peak = largest = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()
         peak, largest = max(peak, live), max(largest, event.nbytes())
-    assert largest, "the profiler saw no allocation"
+    if not largest:
+        raise RuntimeError("the profiler saw no allocation")
     return largest, peak
