@@ -115,7 +115,8 @@ class Report(Callback):
         if best is None:
             table.add_row("best validation", "no validation took place")
         else:
-            table.add_row("best validation", f"epoch {best['epoch']:.0f}, step {best['step']:.0f}")
+            # Loggers number steps from 0; checkpoints and progress count those done.
+            table.add_row("best validation", f"epoch {best['epoch']:.0f}, step {best['step'] + 1:.0f}")
             for name in _in_order(name for name in best if name.startswith("val/")):
                 table.add_row(f"  {name.removeprefix('val/')}", f"{best[name]:.4f}")
         table.add_row("trained", f"{trainer.current_epoch} epochs, {self._batches} steps in this run")

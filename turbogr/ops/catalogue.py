@@ -294,11 +294,10 @@ _ROW_MASK = 2**32 - 1
 
 def _pack(scores: Tensor, rows: Tensor) -> Tensor:
     """int64 keys that sort like (score, -row): the score's bits, made monotone, above the complement of the row."""
-    canonical = (scores + 0.0).masked_fill_(scores.isnan(), torch.nan)  # one zero instead of two; NaN gets one bit pattern
-    bits = canonical.view(torch.int32)
-    # Negative floats grow in magnitude with their bits, so theirs are flipped. NaN is 0x7fc00000 and would sort on top.
+    bits = (scores + 0.0).view(torch.int32)  # +0.0 makes one zero of two
+    # Negative floats grow in magnitude with their bits, so theirs are flipped. NaN would sort on top.
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(scores.isnan(), torch.iinfo(torch.int32).min)
-    return (ordered.long() << 32).bitwise_or_(_ROW_MASK - rows)
+    return ordered.long().mul_(2**32).add_(_ROW_MASK - rows)  # the product is a shift, but vectorised
 
 
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
