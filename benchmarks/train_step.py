@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from turbogr.batch import JaggedBatch
 from turbogr.models.bias import TimeBuckets
 from turbogr.models.hstu import EPS, HSTU, HSTUBlock
-from turbogr.models.retriever import GenerativeRetriever, normalised
+from turbogr.models.retriever import GenerativeRetriever
+from turbogr.ops.normalise import normalised
 from turbogr.sparse.optimizers import LazyAdam
 from turbogr.sparse.table import EmbeddingTable
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -95,8 +96,10 @@ class Checkpoint:
         """The file's dictionary; tensors stay on disk."""
         try:
             content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self.path.is_file())
-        except (RuntimeError, OSError, EOFError, ValueError) as error:
-            raise ConfigurationError(f"{self.path} cannot be read as a checkpoint: {error}") from error
+        except (RuntimeError, OSError, EOFError, ValueError, UnpicklingError) as error:
+            raise ConfigurationError(
+                f"{self.path} cannot be read as a checkpoint: it is damaged, incomplete or something else ({type(error).__name__})"
+            ) from error
         if not isinstance(content, dict) or "state_dict" not in content:
             raise ConfigurationError(f"{self.path} is not a checkpoint of turbogr: it has no state_dict")
         return content
@@ -113,7 +116,8 @@ class Checkpoint:
 
     def describe(self) -> str:
         """One line: file, epoch, step and the score it was kept for."""
-        text = f"{self.path} (epoch {self.content.get('epoch', '?')}, step {self.global_step}"
+        # Lightning numbers epochs from 0, people count from 1.
+        text = f"{self.path} (epoch {int(self.content.get('epoch', 0)) + 1}, step {self.global_step}"
         for state in self.content.get("callbacks", {}).values():
             if isinstance(state, dict) and state.get("monitor") and state.get("current_score") is not None:
                 text += f", {state['monitor']} {float(state['current_score']):.4f}"

@@ -148,7 +148,7 @@ def test_fit_leaves_metrics_and_report(run):
     }  # fmt: skip
 
     best = max((row for row in rows if "val/NDCG@10" in row), key=lambda row: row["val/NDCG@10"])
-    assert f"epoch {best['epoch']:.0f}, step {best['step'] + 1:.0f} " in printed
+    assert f"epoch {best['epoch'] + 1:.0f}, step {best['step'] + 1:.0f} " in printed
     assert f"{best['val/HR@10']:.4f}" in printed
     for file in ("metrics.csv", "config.yaml", "checkpoints/best.ckpt", "checkpoints/last.ckpt", "report.png"):
         assert str(folder / file) in printed, "whole, not broken over two lines"
@@ -228,7 +228,7 @@ def test_test_compares_with_baselines(run, capsys):
     )
     assert written["epoch"] == best["epoch"]
     printed = capsys.readouterr().out
-    assert f"best.ckpt, epoch {best['epoch']:.0f}" in printed
+    assert f"best.ckpt, epoch {best['epoch'] + 1:.0f}" in printed
     for row in written["metrics"].values():
         assert f"{row['HR@10']:.4f}" in printed
     assert str(folder / "test.png") in printed

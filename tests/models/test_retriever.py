@@ -14,8 +14,9 @@ from tests.models.make import random_batch
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
 from turbogr.models.hstu import HSTU
-from turbogr.models.retriever import GenerativeRetriever, normalised
+from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.sasrec import SASRec
+from turbogr.ops.normalise import normalised
 from turbogr.sparse.optimizers import AdaGrad, LazyAdam, RowWiseAdaGrad
 from turbogr.sparse.table import EmbeddingTable
 

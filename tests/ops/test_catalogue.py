@@ -1,12 +1,14 @@
 import numpy as np
 import pytest
 import torch
+from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turbogr.ops import catalogue
 from turbogr.ops.catalogue import target_ranks, target_ranks_reference, top_items, top_items_reference
+from turbogr.ops.normalise import normalised
 
 
 def problem(seed, users=9, items=300, width=8, most_seen=40, integers=True):
@@ -288,3 +290,26 @@ def test_bad_arguments(change, error, message):
 def test_bad_k():
     with pytest.raises(ValueError, match="k is 0"):
         top_items(torch.ones(1, 1), torch.ones(2, 1), 0)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 64, 128])
+def test_cosine_is_the_normalised_table(chunk_rows):
+    generator = torch.Generator().manual_seed(0)
+    queries, table = torch.randn(20, 9, generator=generator), torch.randn(500, 9, generator=generator) * torch.rand(500, 1) * 3
+    table[7] = 0.0  # no direction: score 0, not NaN
+    targets = torch.randint(0, 500, (20,), generator=generator)
+    ranks = target_ranks(queries, table, targets, chunk_rows=chunk_rows, cosine=True)
+    scores, rows = top_items(queries, table, 30, chunk_rows=chunk_rows, cosine=True)
+    assert torch.equal(ranks, target_ranks(queries, normalised(table), targets))
+    expected_scores, expected_rows = top_items(queries, normalised(table), 30)
+    assert torch.equal(rows, expected_rows)
+    torch.testing.assert_close(scores, expected_scores)
+    assert not torch.equal(ranks, target_ranks(queries, table, targets)), "lengths matter without it"
+
+
+def test_cosine_makes_no_second_table():
+    queries, table = torch.randn(16, 32), torch.randn(400_000, 32)
+    largest, _ = allocations(lambda: target_ranks(queries, table, torch.arange(16), cosine=True))
+    assert largest < table.numel() * 4 / 2
+    largest, _ = allocations(lambda: target_ranks(queries, normalised(table), torch.arange(16)))
+    assert largest >= table.numel() * 4

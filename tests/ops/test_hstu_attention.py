@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from _memory import allocations
 from tests.ops.jagged_cases import LENGTHS, max_errors, offsets_of
 from turbogr.ops import jagged
 from turbogr.ops.hstu_attention import _hstu_attention, jagged_hstu_attention, jagged_hstu_attention_reference

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from _memory import allocations
 from tests.ops.jagged_cases import max_errors
 from turbogr.ops import negative_logits as module
 from turbogr.ops.negative_logits import _negative_logits, negative_logits, negative_logits_reference

@@ -116,7 +116,7 @@ class Report(Callback):
             table.add_row("best validation", "no validation took place")
         else:
             # Loggers number steps from 0; checkpoints and progress count those done.
-            table.add_row("best validation", f"epoch {best['epoch']:.0f}, step {best['step'] + 1:.0f}")
+            table.add_row("best validation", f"epoch {best['epoch'] + 1:.0f}, step {best['step'] + 1:.0f}")
             for name in _in_order(name for name in best if name.startswith("val/")):
                 table.add_row(f"  {name.removeprefix('val/')}", f"{best[name]:.4f}")
         table.add_row("trained", f"{trainer.current_epoch} epochs, {self._batches} steps in this run")
@@ -146,7 +146,7 @@ class Report(Callback):
         checkpoint = str(trainer.ckpt_path) if trainer.ckpt_path else None
         written = {"checkpoint": checkpoint, "epoch": self._loaded_epoch, "metrics": results}
         _replace(folder / "test.json", lambda path: path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8"))
-        source = f"{_shown(Path(checkpoint))}, epoch {self._loaded_epoch}" if checkpoint else "weights in memory"
+        source = f"{_shown(Path(checkpoint))}, epoch {_counted(self._loaded_epoch)}" if checkpoint else "weights in memory"
         paths = [folder / "test.json"]
         if top_k:
             draw_test(results, 10 if 10 in top_k else top_k[0], folder / "test.png", title=source)
@@ -397,3 +397,8 @@ def _print(title: str, table: Table, *lines: str) -> None:
     console.print(table)
     for line in lines:
         console.print(Text(line), soft_wrap=True)
+
+
+def _counted(epoch: int | None) -> str:
+    """Lightning numbers epochs from 0, people count from 1."""
+    return "?" if epoch is None else str(epoch + 1)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchmetrics import MetricCollection
 
 from turbogr.batch import JaggedBatch
@@ -20,9 +19,8 @@ from turbogr.metrics import retrieval_metrics
 from turbogr.models.backbone import Backbone
 from turbogr.models.hstu import HSTU
 from turbogr.ops.catalogue import target_ranks, top_items
+from turbogr.ops.normalise import normalised
 from turbogr.sparse.table import EmbeddingTable
-
-NORM_EPS = 1e-6
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -157,7 +155,8 @@ class GenerativeRetriever(pl.LightningModule):
 
     def _evaluate(self, batch: JaggedBatch, metrics: MetricCollection) -> None:
         targets = batch.targets[batch.last]
-        ranks = target_ranks(self.queries(batch), self._catalogue(), targets, batch.seen, batch.seen_offsets)
+        table = self.embeddings.weight
+        ranks = target_ranks(self.queries(batch), table, targets, batch.seen, batch.seen_offsets, cosine=True)
         metrics.update(ranks)
 
     def on_validation_epoch_end(self) -> None:
@@ -176,13 +175,6 @@ class GenerativeRetriever(pl.LightningModule):
 
     def predict_step(self, batch: JaggedBatch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top items of each user: user rows int64 [B], item rows int64 [B, K], scores float [B, K], best first."""
-        scores, items = top_items(self.queries(batch), self._catalogue(), self.predict_k, batch.seen, batch.seen_offsets)
+        queries, table = self.queries(batch), self.embeddings.weight
+        scores, items = top_items(queries, table, self.predict_k, batch.seen, batch.seen_offsets, cosine=True)
         return batch.user_ids, items, scores
-
-    def _catalogue(self) -> Tensor:
-        return normalised(self.embeddings.weight)
-
-
-def normalised(x: Tensor) -> Tensor:
-    """x / max(||x||_2, 1e-6) along the last axis."""
-    return F.normalize(x, dim=-1, eps=NORM_EPS)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from turbogr.ops.normalise import normalised
 from turbogr.ops.registry import register
 
 RANKS_OPERATOR, TOP_OPERATOR = "turbogr::target_ranks", "turbogr::top_items"
@@ -43,6 +44,7 @@ def target_ranks(
     seen: Tensor | None = None,
     seen_offsets: Tensor | None = None,
     chunk_rows: int | None = None,
+    cosine: bool = False,
 ) -> Tensor:
     """How many unseen items stand before each user's target.
 
@@ -58,6 +60,8 @@ def target_ranks(
         seen_offsets: int64 [B + 1], user b's are `seen[seen_offsets[b]:seen_offsets[b + 1]]`; given with `seen`.
         chunk_rows: items scored at once, rounded up to a multiple of 64; None takes `CHUNK_BYTES` of scores. No influence
             on the result.
+        cosine: l2-normalise the table's vectors, a chunk at a time: no second table of their size. Queries are taken as they
+            are, their length does not change their order.
 
     Returns:
         int64 [B], 0 is the best rank.
@@ -66,7 +70,7 @@ def target_ranks(
         ValueError: shapes that contradict each other, or `chunk_rows` below 1.
         IndexError: a target or seen item that is not a row of the table.
     """
-    problem = _Problem.of(queries, table, seen, seen_offsets, targets, chunk_rows)
+    problem = _Problem.of(queries, table, seen, seen_offsets, targets, chunk_rows, cosine)
     own = problem.score_rows(targets)
     # The target is no rival of itself: it joins the excluded pairs, so one scatter masks both.
     pairs = problem.excluded.with_targets(targets)
@@ -91,6 +95,7 @@ def top_items(
     seen: Tensor | None = None,
     seen_offsets: Tensor | None = None,
     chunk_rows: int | None = None,
+    cosine: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Each user's k best unseen items, best first, in the order that `target_ranks` counts in.
 
@@ -104,6 +109,7 @@ def top_items(
         seen: int64 [S], as in `target_ranks`.
         seen_offsets: int64 [B + 1], as in `target_ranks`.
         chunk_rows: as in `target_ranks`.
+        cosine: as in `target_ranks`.
 
     Returns:
         `scores`, float32 [B, k], and `rows`, int64 [B, k]. A user with fewer than k unseen items gets score -inf and row -1
@@ -115,7 +121,7 @@ def top_items(
     """
     if k < 1:
         raise ValueError(f"{TOP_OPERATOR}: k is {k}, must be at least 1")
-    problem = _Problem.of(queries, table, seen, seen_offsets, None, chunk_rows)
+    problem = _Problem.of(queries, table, seen, seen_offsets, None, chunk_rows, cosine)
     best = torch.full((problem.num_users, k), _ABSENT, dtype=torch.int64, device=queries.device)
     for start, scores, rows in problem.chunks():
         keys = _pack(scores, rows)
@@ -220,6 +226,7 @@ class _Problem:
     num_users: int
     num_rows: int
     chunk_rows: int
+    cosine: bool
 
     @classmethod
     def of(
@@ -230,6 +237,7 @@ class _Problem:
         seen_offsets: Tensor | None,
         targets: Tensor | None,
         chunk_rows: int | None,
+        cosine: bool,
     ) -> _Problem:
         if queries.dim() != 2 or table.dim() != 2 or queries.shape[1] != table.shape[1]:
             raise ValueError(f"queries {list(queries.shape)} and table {list(table.shape)} must be [B, D] and [V, D]")
@@ -256,7 +264,7 @@ class _Problem:
         chunk_rows = -(-max(num_rows, 1) // (count * _ROW_MULTIPLE)) * _ROW_MULTIPLE
         excluded = _Pairs.of(users, seen, num_users, num_rows, chunk_rows)
         padded = pad(queries.float(), (0, 0, 0, max(_MIN_USERS - num_users, 0)))
-        return cls(padded, table, excluded, num_users, num_rows, chunk_rows)
+        return cls(padded, table, excluded, num_users, num_rows, chunk_rows, cosine)
 
     def chunks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yields (first row, scores float32 [B, c], rows int64 [c]) with c <= `chunk_rows`."""
@@ -276,6 +284,8 @@ class _Problem:
 
     def _product(self, vectors: Tensor) -> Tensor:
         padded = pad(vectors.float(), (0, 0, 0, self.chunk_rows - vectors.shape[0]))
+        if self.cosine:
+            padded = normalised(padded)  # after padding: always the same shape, so that a row's bits do not depend on its place
         with torch.autocast(self.queries.device.type, enabled=False):  # else a mixed-precision run would rank bfloat16 scores
             return self.queries @ padded.T
 
