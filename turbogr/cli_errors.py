@@ -16,7 +16,7 @@ _NO_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
 _NO_MODULE = re.compile(r"No module named '([^']+)'")
 _EXPECTED = re.compile(r"Expected an? (?:<class '([^']+)'>|([^\n]+?))(?:\. Got value: .*)?$", re.MULTILINE)
 _SUBTYPES = re.compile(r"Subtypes: \[<class '([^']+)'>")
-_GIVEN = re.compile(r"Given value: (.*)")
+_GIVEN = re.compile(r"(?:Given|Got) value: (.*)")
 _REQUIRED = re.compile(r"the following arguments are required: (.+)")
 _LINK = re.compile(r"Call to compute_fn of link .* failed: (.*)", re.DOTALL)
 
@@ -36,7 +36,7 @@ def explain(message: str, known: Iterable[str]) -> str:
         text = _unknown_class_option(match[1], message[: match.start()], known)
     elif match := _NO_ATTRIBUTE.search(message):
         names = [name for name, value in vars(import_module(match[1])).items() if inspect.isclass(value)]
-        text = f"{_keys(message, match.start())}: there is no class {match[1]}.{match[2]}{_did_you_mean(match[2], names)}"
+        text = f"{_keys(message, match.start())}: there is no {match[1]}.{match[2]}{_did_you_mean(match[2], names)}"
     elif match := _NO_MODULE.search(message):
         text = f"{_keys(message, match.start())}: there is no module {match[1]}"
     elif match := _LINK.search(message):

@@ -98,7 +98,7 @@ class Checkpoint:
             content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self.path.is_file())
         except (RuntimeError, OSError, EOFError, ValueError, UnpicklingError) as error:
             raise ConfigurationError(
-                f"{self.path} cannot be read as a checkpoint: it is damaged, incomplete or something else ({type(error).__name__})"
+                f"{self.path} cannot be read as a checkpoint ({type(error).__name__}): it is damaged or incomplete"
             ) from error
         if not isinstance(content, dict) or "state_dict" not in content:
             raise ConfigurationError(f"{self.path} is not a checkpoint of turbogr: it has no state_dict")

@@ -27,7 +27,7 @@ import turbogr.models.sasrec  # noqa: F401
 from turbogr.callbacks.predictions import PredictionWriter
 from turbogr.callbacks.progress import EpochLines
 from turbogr.callbacks.report import Report
-from turbogr.callbacks.resume import SaveOnInterrupt, TrainingInterrupted
+from turbogr.callbacks.resume import LastCheckpoint, TrainingInterrupted
 from turbogr.callbacks.throughput import Throughput
 from turbogr.cli_errors import explain
 from turbogr.data.datamodule import SequenceDataModule
@@ -96,7 +96,7 @@ class SaveConfig(SaveConfigCallback):
         config = self.config.clone()
         for key in _CALL_KEYS:
             config.pop(key, None)
-        return self.parser.dump(config, skip_none=False, skip_validation=True)
+        return self.parser.dump(config, skip_unset=False, skip_validation=True)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called by Lightning on rank 0, before training."""
@@ -168,6 +168,9 @@ class TurboGRCLI(LightningCLI):
         if self.command == "test":
             self.config[self.command]["verbose"] = False  # Report's table says the same, and more
 
+    def _parse_ckpt_path(self) -> None:
+        """Lightning's would take hyperparameters out of the checkpoint; the configuration alone says what is built."""
+
     def before_instantiate_classes(self) -> None:
         """Settles the run folder and the checkpoint before anything is built."""
         config = self.config[self.command]
@@ -190,7 +193,7 @@ class TurboGRCLI(LightningCLI):
         callbacks = config.callbacks or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if self.command == "fit":
-            callbacks += [Throughput(), SaveOnInterrupt(self.folder.checkpoint("last"))]
+            callbacks += [Throughput(), LastCheckpoint(self.folder.checkpoint("last"))]
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config.enable_progress_bar is not False and not has_bar:
             if sys.stderr.isatty():
@@ -244,7 +247,7 @@ class TurboGRCLI(LightningCLI):
     def _model_differences(self, checkpoint: Checkpoint) -> list[str]:
         if checkpoint.config is None:
             return []
-        own = self._parser(self.command).dump(self.config[self.command], skip_none=False, skip_validation=True)
+        own = self._parser(self.command).dump(self.config[self.command], skip_unset=False, skip_validation=True)
         then, now = (dict(flat(yaml.safe_load(text)["model"], "model")) for text in (checkpoint.config, own))
         keys = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
         return [f"{key} was {then.get(key)!r} and is {now.get(key)!r}" for key in keys]

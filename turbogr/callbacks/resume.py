@@ -1,4 +1,4 @@
-"""SaveOnInterrupt: Ctrl-C (or SIGTERM) ends the step, writes a checkpoint and stops; a second one kills."""
+"""LastCheckpoint: a run can always be taken up again, after its last epoch or where Ctrl-C stopped it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ class TrainingInterrupted(Exception):
 
 
 # A subclass of Checkpoint, because Lightning calls those last: what is saved then holds what other callbacks did in this step.
-class SaveOnInterrupt(Checkpoint):
-    """On the first SIGINT or SIGTERM ends the running step, saves a checkpoint and raises TrainingInterrupted out of `fit`.
+class LastCheckpoint(Checkpoint):
+    """Writes last.ckpt after every epoch, and when SIGINT or SIGTERM asks training to stop.
 
-    The checkpoint is written only where a resumed run goes on exactly as an uninterrupted one: after an optimizer step that is
-    followed neither by validation nor by the epoch's end, else after those. A second SIGINT kills the process at once.
+    (`ModelCheckpoint(save_last=True)` writes it only where the monitored metric improved: the epochs since then would be lost.)
+
+    On the first signal the running step is ended, the checkpoint is saved and TrainingInterrupted is raised out of `fit`. It is
+    saved only where a resumed run goes on exactly as an uninterrupted one: after an optimizer step that is followed neither by
+    validation nor by the epoch's end, else after those. A second SIGINT kills the process at once.
 
     Args:
         path: where the checkpoint is written; None is "checkpoints/last.ckpt" in the trainer's default_root_dir.
@@ -63,14 +66,19 @@ class SaveOnInterrupt(Checkpoint):
             self._stop(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops after validation."""
-        if self.signum and not trainer.sanity_checking:
+        """Stops after a validation within an epoch."""
+        if self.signum and not trainer.sanity_checking and not trainer.is_last_batch:
             self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops at the end of an epoch without validation."""
-        if self.signum:
+        """Saves; stops unless that was the last epoch."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        steps, epochs = trainer.max_steps, trainer.max_epochs
+        finished = 0 <= steps <= trainer.global_step or (epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
+        if self.signum and not finished:
             self._stop(trainer)
+        self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gives the signals back."""
@@ -92,11 +100,14 @@ class SaveOnInterrupt(Checkpoint):
             flush=True,
         )
 
+    def _save(self, trainer: Trainer) -> Path:
+        path = self.path or Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+        trainer.save_checkpoint(path, weights_only=False)
+        return path
+
     def _stop(self, trainer: Trainer) -> None:
         assert self.signum is not None
-        path = self.path or Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
-        trainer.save_checkpoint(path)
-        raise TrainingInterrupted(path, self.signum)
+        raise TrainingInterrupted(self._save(trainer), self.signum)
 
     def _restore(self) -> None:
         for signum, handler in self._previous.items():

@@ -1,0 +1,97 @@
+"""Every recipe that comes with turbogr parses, and builds the model that it promises."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.data.make import write_prepared
+from turbogr.cli import main
+from turbogr.models.bias import TimeBuckets
+from turbogr.resources import recipes_dir
+from turbogr.trainer_cli import TurboGRCLI
+
+RECIPES = sorted(str(path.relative_to(recipes_dir())) for path in recipes_dir().rglob("*.yaml") if path.name != "base.yaml")
+HEAVY = ("hstu-large.yaml", "hstu-long.yaml")
+
+# recipe -> (dim, blocks, heads, max_length, batch_size, dense learning rate, dropout): the size ladder and published settings
+EXPECTED = {
+    "movielens-100k/hstu.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
+    "movielens-100k/sasrec.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
+    "movielens-1m/hstu.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
+    "movielens-1m/hstu-large.yaml": (50, 8, 2, 200, 128, 1e-3, 0.2),
+    "movielens-1m/sasrec.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
+    "kuairand-27k/hstu-tiny.yaml": (128, 2, 8, 2048, 64, 4e-3, 0.5),
+    "kuairand-27k/hstu-small.yaml": (256, 4, 8, 2048, 32, 4e-3, 0.5),
+    "kuairand-27k/hstu-medium.yaml": (512, 8, 8, 2048, 16, 4e-3, 0.5),
+    "kuairand-27k/hstu-large.yaml": (1024, 16, 8, 2048, 15, 4e-3, 0.5),
+    "kuairand-27k/hstu-long.yaml": (1024, 16, 8, 4096, 7, 4e-3, 0.5),
+}
+
+
+class Built(TurboGRCLI):
+    """Builds everything and runs nothing."""
+
+    def _run_subcommand(self, subcommand):
+        pass
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    # more items than the largest K of a recipe
+    return write_prepared(tmp_path_factory.mktemp("prepared"), num_users=300, num_items=2100, min_len=10, max_len=12)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
+def test_all_recipes_are_known():
+    assert set(RECIPES) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_parses(recipe, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", "-c", recipe, "--print_config"])
+    assert not stopped.value.code
+    config = yaml.safe_load(capsys.readouterr().out)
+    folder, name = Path(recipe).parent.name, Path(recipe).stem
+    assert config["data"]["path"] == f"data/{folder}"
+    assert config["trainer"]["default_root_dir"] == f"runs/{folder}-{name}", "no two recipes share a run folder"
+    assert config["data"]["num_negatives"] == 128
+    assert config["checkpoint"]["monitor"] == "val/NDCG@10"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, marks=pytest.mark.slow) if r.startswith("kuairand") and r.endswith(HEAVY) else r for r in RECIPES],
+)
+def test_recipe_builds_what_it_promises(recipe, prepared):
+    dim, blocks, heads, max_length, batch_size, lr, dropout = EXPECTED[recipe]
+    built = Built("fit", ["-c", recipe, f"--data.path={prepared}", "--trainer.accelerator=cpu"])
+    model, data = built.model, built.datamodule
+    assert (model.backbone.dim, len(model.backbone.blocks), model.backbone.blocks[0].num_heads) == (dim, blocks, heads)
+    assert model.backbone.max_length == data.max_length == max_length
+    assert (data.batch_size, model.num_items) == (batch_size, 2100)
+    assert model.backbone.dropout.p == dropout
+    assert model.loss.temperature == 0.05
+    optimizer = model.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["lr"] == lr
+    assert tuple(optimizer.defaults["betas"]) == (0.9, 0.98)
+    assert optimizer.defaults["weight_decay"] == 0
+    if recipe.startswith("kuairand"):
+        block = model.backbone.blocks[0]
+        assert (block.qk_dim, block.v_dim) == (dim // 8, dim // 8)
+        month = torch.tensor([30 * 24 * 3600 * 1000])  # KuaiRand's times are in milliseconds
+        time: TimeBuckets = block.time
+        assert time.buckets(month) < time.count, "time differences of a whole log do not saturate"
+        assert time.buckets(month // (24 * 30)) < time.buckets(month)
+    if recipe == "kuairand-27k/hstu-large.yaml":
+        # 16 (1024 * 4096 + 1024^2 + 1024) + 16 (2 * 2048 - 1 + 33): the paper's 83.97 M
+        assert sum(p.numel() for p in model.backbone.blocks.parameters()) == 83_968_512
