@@ -53,6 +53,7 @@ def test_this_environment_is_ready():
     assert "accelerators:" in run.stdout
 
 
+@pytest.mark.slow
 def test_missing_fbgemm_is_a_warning_with_the_command_that_mends_it(tmp_path):
     python = scratch_site(tmp_path / "venv", without=("fbgemm",))
     run = run_doctor(python=python)
@@ -66,6 +67,7 @@ def test_missing_fbgemm_is_a_warning_with_the_command_that_mends_it(tmp_path):
     assert " warning " in row(run.stdout, "torchrec")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -13,7 +13,6 @@ from turbogr.resources import recipes_dir
 from turbogr.trainer_cli import TurboGRCLI
 
 RECIPES = sorted(str(path.relative_to(recipes_dir())) for path in recipes_dir().rglob("*.yaml") if path.name != "base.yaml")
-HEAVY = ("hstu-large.yaml", "hstu-long.yaml")
 
 # recipe -> (dim, blocks, heads, max_length, batch_size, dense learning rate, dropout): the size ladder and published settings
 EXPECTED = {
@@ -67,13 +66,10 @@ def test_recipe_parses(recipe, capsys):
     assert config["checkpoint"]["monitor"] == "val/NDCG@10"
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, marks=pytest.mark.slow) if r.startswith("kuairand") and r.endswith(HEAVY) else r for r in RECIPES],
-)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds_what_it_promises(recipe, prepared):
     dim, blocks, heads, max_length, batch_size, lr, dropout = EXPECTED[recipe]
-    built = Built("fit", ["-c", recipe, f"--data.path={prepared}", "--trainer.accelerator=cpu"])
+    built = Built("fit", ["-c", str(recipes_dir() / recipe), f"--data.path={prepared}", "--trainer.accelerator=cpu"])
     model, data = built.model, built.datamodule
     assert (model.backbone.dim, len(model.backbone.blocks), model.backbone.blocks[0].num_heads) == (dim, blocks, heads)
     assert model.backbone.max_length == data.max_length == max_length
