@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import duckdb
@@ -186,7 +185,7 @@ def test_content_hash_does_not_depend_on_threads_or_process(tmp_path, threads):
     script = (
         "import sys, duckdb, pyarrow; pyarrow.set_cpu_count(int(sys.argv[3]))\n"
         "real = duckdb.connect\n"
-        "def connect(name, config={}): return real(name, config={**config, 'threads': int(sys.argv[3])})\n"
+        "def connect(*args, config): return real(*args, config={**config, 'threads': int(sys.argv[3])})\n"
         "duckdb.connect = connect\n"
         "from turbogr.data.prepare import prepare\n"
         "print(prepare('movielens', [sys.argv[1]], sys.argv[2])['content_hash'])"
@@ -271,6 +270,21 @@ def test_output_folder(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["deep"]
 
 
+def test_output_folder_filled_meanwhile(tmp_path, monkeypatch):
+    real = EventStore.counts
+
+    def somebody_else(store):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "theirs.txt").write_text("theirs")
+        return real(store)
+
+    monkeypatch.setattr(EventStore, "counts", somebody_else)
+    with pytest.raises(DataError, match=r"cannot be written or read \(Directory not empty\)"):
+        prepare("movielens", [write_triples(tmp_path / "u.data", some_triples())], tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "u.data"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs.txt"]
+
+
 def _full(*_args, **_kwargs):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -324,25 +338,46 @@ def test_too_little_memory_is_said(tmp_path, monkeypatch):
         prepare("movielens", [write_triples(tmp_path / "u.data", some_triples())], tmp_path / "out")
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.4])
-def test_ctrl_c_leaves_nothing(tmp_path, moment):
-    file = tmp_path / "log_1.csv"
-    line = Event(12345, 6789, START_MS).line + "\n"
-    write_kuairand(file, [])
-    with file.open("a") as stream:
-        for _ in range(60):
-            stream.write(line * 50_000)
-    command = [sys.executable, "-m", "turbogr", "data", "prepare", "kuairand", str(file), "--out", str(tmp_path / "out")]
+LONG_WORK = {
+    "in Python": "import time; time.sleep(600)",
+    "in DuckDB": "self._database.execute('SELECT count(*) FROM range(1000000000000) t(i) WHERE i % 7 = 3')",
+    "in a result of DuckDB": "list(self._database.batches('SELECT i FROM range(1000000000000) t(i) WHERE i < 0', 1000))",
+    "in a condition": "raise RuntimeError('Query interrupted')",  # what DuckDB raises in the main thread
+}
+
+
+@pytest.mark.parametrize("work", LONG_WORK)
+def test_ctrl_c_leaves_nothing(tmp_path, work):
+    """A real Ctrl-C in a real process, in a step that would last for minutes."""
+    file = write_triples(tmp_path / "u.data", some_triples())
+    script = (
+        "import sys\n"
+        "from turbogr.data import prepare\n"
+        "from turbogr.data.commands import main\n"
+        "def order(self):\n"
+        "    print('working', flush=True)\n"
+        f"    {LONG_WORK[work]}\n"
+        "prepare._Preparation._order = order\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, "prepare", "movielens", str(file), "--out", str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not list(tmp_path.glob(".out.*.part")):
-            time.sleep(0.01)
-        time.sleep(moment)
+        assert process.stdout.readline() == "working\n"
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert "interrupted; nothing was left behind" in stderr
     assert "Traceback" not in stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["log_1.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["u.data"]
+
+
+@pytest.mark.parametrize("keep", ["first", "last"])
+def test_repeats(tmp_path, keep):
+    """1 returns to item 5 twice, the second time tied with item 6, which was read before."""
+    triples = [(1, 5, 800_000_001), (1, 6, 800_000_002), (1, 5, 800_000_002), (1, 7, 800_000_003), (1, 5, 800_000_000)]
+    prepare("movielens", [write_triples(tmp_path / "u.data", triples)], tmp_path / "out", PrepareOptions(repeats=keep))
+    items = [item for item, _ in stored_histories(tmp_path / "out")[1]]
+    assert items == {"first": [5, 6, 7], "last": [6, 5, 7]}[keep]
 
 
 def test_interrupt_in_a_late_step_leaves_nothing(tmp_path, monkeypatch):

@@ -4,16 +4,20 @@ import errno
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, Self, TypeVar
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
 from turbogr.errors import ConfigurationError, DataError
+
+T = TypeVar("T")
 
 # DuckDB and Arrow tell a full disk in their message only.
 _FULL = re.compile(r"no space left|max_temp_directory_size|disk quota|file too large", re.IGNORECASE)
@@ -45,7 +49,7 @@ def workspace(out: Path) -> Iterator[tuple[Path, Path]]:
         folder, scratch = temporary / "out", temporary / "scratch"
         folder.mkdir()
         scratch.mkdir()
-        with _full_disk_explained(out):
+        with _failures_explained(out):
             yield folder, scratch
             folder.replace(out)
     finally:
@@ -53,9 +57,14 @@ def workspace(out: Path) -> Iterator[tuple[Path, Path]]:
 
 
 @contextmanager
-def _full_disk_explained(out: Path) -> Iterator[None]:
+def _failures_explained(out: Path) -> Iterator[None]:
     try:
         yield
+    except RuntimeError as error:
+        # What DuckDB's Python package makes of Ctrl-C during a query in the main thread (--where).
+        if str(error) == "Query interrupted":
+            raise KeyboardInterrupt from error
+        raise
     except (OSError, duckdb.Error, pa.ArrowException) as error:
         number = error.errno if isinstance(error, OSError) else None
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or _FULL.search(str(error)):
@@ -65,27 +74,81 @@ def _full_disk_explained(out: Path) -> Iterator[None]:
             ) from error
         if isinstance(error, duckdb.OutOfMemoryException):
             raise ConfigurationError(f"--memory-limit is too small for these logs: {error}") from error
+        if isinstance(error, OSError):
+            raise DataError(f"{error.filename or out}: cannot be written or read ({error.strerror or error})") from error
         raise
 
 
-@contextmanager
-def database(scratch: Path, memory_limit: str) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a DuckDB that spills into ``scratch`` and keeps the order of rows.
+class Database:
+    """A DuckDB that spills into a folder, keeps the order of rows, and stops at Ctrl-C.
 
-    Args:
-        scratch: an existing folder.
-        memory_limit: a size such as ``"2GB"``.
-
-    Raises:
-        ConfigurationError: the limit is no size.
+    Queries run in a second thread while the main one waits: DuckDB's own check for Ctrl-C, made in the thread that runs the
+    query, was seen to come minutes late.
     """
-    config: dict[str, Any] = {"temp_directory": str(scratch / "spill"), "preserve_insertion_order": True}
-    with duckdb.connect(":memory:", config=config) as connection:
+
+    def __init__(self, scratch: Path, memory_limit: str) -> None:
+        """Open the database.
+
+        Args:
+            scratch: an existing folder.
+            memory_limit: a size such as ``"2GB"``.
+
+        Raises:
+            ConfigurationError: the limit is no size.
+        """
+        config: dict[str, Any] = {"temp_directory": str(scratch / "spill"), "preserve_insertion_order": True}
+        self._connection = duckdb.connect(":memory:", config=config)
+        self._pool = ThreadPoolExecutor(1, "duckdb")
+        self._idle = Event()
+        self._idle.set()
         try:
-            connection.execute("SET memory_limit = ?", [memory_limit])
+            self.execute("SET memory_limit = ?", [memory_limit])
         except duckdb.Error as error:
             raise ConfigurationError(f"--memory-limit is {memory_limit!r}; write a size such as 2GB") from error
-        yield connection
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        # Again and again, because an interrupt just before a statement is without effect.
+        while not self._idle.wait(0.05):
+            self._connection.interrupt()
+        self._connection.close()
+
+    def execute(self, statement: str, parameters: Sequence[object] = ()) -> None:
+        """Run a statement."""
+        self._run(lambda: self._connection.execute(statement, list(parameters)))
+
+    def append(self, name: str, rows: pa.Table) -> None:
+        """Append rows to a table, behind the ones that it has."""
+
+        def insert() -> None:
+            self._connection.register("block", rows)
+            self._connection.execute(f"INSERT INTO {name} SELECT * FROM block")
+            self._connection.unregister("block")
+
+        self._run(insert)
+
+    def table(self, query: str) -> pa.Table:
+        """Run a query whose result fits into memory."""
+        return self._run(lambda: self._connection.sql(query).to_arrow_table())
+
+    def batches(self, query: str, rows: int) -> Iterator[pa.RecordBatch]:
+        """Run a query and give its result in pieces of at most so many rows."""
+        reader = self._run(lambda: self._connection.sql(query).to_arrow_reader(rows))
+        while (batch := self._run(lambda: next(reader, None))) is not None:
+            yield batch
+
+    def _run(self, work: Callable[[], T]) -> T:
+        def in_thread() -> T:
+            self._idle.clear()
+            try:
+                return work()
+            finally:
+                self._idle.set()
+
+        return self._pool.submit(in_thread).result()
 
 
 @contextmanager
