@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,7 @@ from turbogr.data.sources.events import Events
 from turbogr.data.sources.kuairand import SIGNALS, KuaiRand
 from turbogr.data.sources.movielens import MovieLens
 from turbogr.data.sources.sequences import Sequences
-from turbogr.data.workspace import database, npy, workspace
+from turbogr.data.workspace import Database, npy, workspace
 from turbogr.errors import ConfigurationError, DataError
 
 SOURCES = ("movielens", "kuairand", "sequences", "events")
@@ -157,8 +156,8 @@ def prepare(
             TimeElapsedColumn(),
             console=console or Console(quiet=True),
         )
-        with progress, database(scratch, options.memory_limit) as connection:
-            work = _Preparation(source, reader, settings, folder, scratch, connection, progress)
+        with progress, Database(scratch, options.memory_limit) as database:
+            work = _Preparation(source, reader, settings, folder, scratch, database, progress)
             return work.run()
 
 
@@ -172,11 +171,11 @@ class _Preparation:
         settings: dict[str, Any],
         folder: Path,
         scratch: Path,
-        connection: duckdb.DuckDBPyConnection,
+        database: Database,
         progress: Progress,
     ) -> None:
         self._source, self._reader, self._settings = source, reader, settings
-        self._folder, self._scratch, self._connection, self._progress = folder, scratch, connection, progress
+        self._folder, self._scratch, self._database, self._progress = folder, scratch, database, progress
         self._counts: list[dict[str, Any]] = []
 
     def run(self) -> dict[str, Any]:
@@ -212,49 +211,48 @@ class _Preparation:
         """Fill the table ``raw``; its row ids are the reading order."""
         total = sum(file.stat().st_size for file in self._reader.files)
         kind = "VARCHAR" if self._reader.text_ids else "BIGINT"
-        self._connection.execute(f'CREATE TABLE raw ("user" {kind}, item {kind}, "time" BIGINT, dropped UTINYINT)')
+        self._database.execute(f'CREATE TABLE raw ("user" {kind}, item {kind}, "time" BIGINT, dropped UTINYINT)')
         with self._phase(f"Reading {len(self._reader.files)} file(s), {total / 1e6:,.1f} MB", total) as advance:
             intake = Intake(advance)
             for table in self._reader.tables(intake):
-                self._connection.register("block", table)
-                self._connection.execute("INSERT INTO raw SELECT * FROM block")
-                self._connection.unregister("block")
+                self._database.append("raw", table)
         return intake.files
 
     def _order(self) -> EventStore:
         """Number users and items by their original ids, and sort the events by (user, time, reading order)."""
-        connection, filters = self._connection, self._reader.filters
+        database, filters = self._database, self._reader.filters
         survivors = ["count(*) AS after_0"] + [
             f"count(*) FILTER (dropped = 0 OR dropped > {number}) AS after_{number}" for number in range(1, len(filters) + 1)
         ]
         with self._phase("Counting users and items") as advance:
             for name in ("user", "item"):
-                connection.execute(
-                    f'CREATE TABLE {name}s AS SELECT "{name}" AS id, {", ".join(survivors)} FROM raw GROUP BY ALL'
-                )
+                database.execute(f'CREATE TABLE {name}s AS SELECT "{name}" AS id, {", ".join(survivors)} FROM raw GROUP BY ALL')
                 advance(1)
         for number, step in enumerate(["read", *filters]):
-            query = f"SELECT count(*) FILTER (after_{number} > 0), coalesce(sum(after_{number}), 0) FROM"
-            (users, events), (items, _) = (connection.sql(f"{query} {name}s").fetchall()[0] for name in ("user", "item"))
-            self._note(step, {"events": int(events), "users": users, "items": items})
+            query = (
+                f"SELECT count(*) FILTER (n > 0) AS ids, CAST(sum(n) AS BIGINT) AS events FROM (SELECT after_{number} AS n FROM"
+            )
+            users, items = (database.table(f"{query} {name}s)").to_pylist()[0] for name in ("user", "item"))
+            self._note(step, {"events": users["events"], "users": users["ids"], "items": items["ids"]})
         last = f"after_{len(filters)}"
         with self._phase("Ordering every user's events") as advance:
             for name in ("user", "item"):
-                connection.execute(
+                database.execute(
                     f"CREATE TABLE {name}_rows AS SELECT id, CAST(row_number() OVER (ORDER BY id) - 1 AS INTEGER) AS row, "
                     f"{last} AS n FROM {name}s WHERE {last} > 0 ORDER BY id"
                 )
-                connection.execute(f"DROP TABLE {name}s")
-            lengths = connection.sql("SELECT n FROM user_rows ORDER BY row").fetchnumpy()["n"].astype(np.int64)
+                database.execute(f"DROP TABLE {name}s")
+            lengths = database.table("SELECT CAST(n AS BIGINT) AS n FROM user_rows ORDER BY row")["n"].to_numpy()
             items = int(self._counts[-1]["items"])
-            reader = connection.sql(
+            query = (
                 'SELECT item_rows.row AS item, raw."time" AS "time" FROM raw JOIN user_rows ON user_rows.id = raw."user" '
                 "JOIN item_rows ON item_rows.id = raw.item WHERE raw.dropped = 0 "
                 'ORDER BY user_rows.row, raw."time", raw.rowid'
-            ).to_arrow_reader(_ROW_GROUP)
+            )
+            batches = database.batches(query, _ROW_GROUP)
             store = EventStore(self._scratch, items)
-            store.fill(lengths, ((batch["item"].to_numpy(), batch["time"].to_numpy()) for batch in reader))
-            connection.execute("DROP TABLE raw")
+            store.fill(lengths, ((batch["item"].to_numpy(), batch["time"].to_numpy()) for batch in batches))
+            database.execute("DROP TABLE raw")
             advance(1)
         return store
 
@@ -308,7 +306,7 @@ class _Preparation:
                 content.add_array(name, np.load(folder / f"{name}.npy", mmap_mode="r"))
 
     def _write_map(self, name: str, kept: np.ndarray, counts: np.ndarray, file: Path, content: ContentHash) -> None:
-        ids = self._connection.sql(f"SELECT id FROM {name}_rows ORDER BY row").to_arrow_table()["id"].filter(pa.array(kept))
+        ids = self._database.table(f"SELECT id FROM {name}_rows ORDER BY row")["id"].filter(pa.array(kept))
         content.add_ids(f"{name} ids", ids)
         rows = np.arange(len(ids), dtype=np.int64)
         pq.write_table(pa.table({"row": rows, "id": ids, "events": counts.astype(np.int64)}), file, compression="zstd")
