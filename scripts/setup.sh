@@ -15,7 +15,7 @@ supported() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/
 
 if [ -n "${PYTHON:-}" ]; then
     command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not a program"
-    supported "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1), turbogr needs Python 3.11 or newer"
+    supported "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1 | grep -m 1 .), turbogr needs Python 3.11 or newer"
 else
     for candidate in python3.11 python3 python; do
         if supported "$candidate"; then
