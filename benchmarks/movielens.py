@@ -46,6 +46,8 @@ def turbogr(*arguments: str) -> None:
 def train(model: str, data: Path, folder: Path, epochs: int, protocol: str) -> Run:
     """`turbogr fit` and `turbogr test` of a recipe."""
     options = ["-c", f"movielens-100k/{model}.yaml", "--data.path", str(data), "--data.protocol", protocol]
+    if protocol == "published":
+        options += ["--data.batch_size", "128"]
     options += ["--trainer.default_root_dir", str(folder), "--trainer.max_epochs", str(epochs)]
     started = time.perf_counter()
     turbogr("fit", *options)
