@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+import turbogr  # noqa: F401  (before torch: see its OMP_WAIT_POLICY)
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
