@@ -6,9 +6,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from turbogr.baselines import evaluate_baselines
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.data.prepare import prepare
-from turbogr.models.baselines import evaluate_baselines
 from turbogr.models.bias import TimeBuckets
 from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever

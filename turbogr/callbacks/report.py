@@ -29,10 +29,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turbogr.baselines import EvaluationData, evaluate_baselines
+from turbogr.callbacks.resume import LastCheckpoint
 from turbogr.callbacks.throughput import METRIC as TOKENS_PER_SECOND
 from turbogr.callbacks.throughput import Throughput
 from turbogr.errors import ConfigurationError
-from turbogr.models.baselines import EvaluationData, evaluate_baselines
 
 BLUE, ORANGE, GREY, LIGHT, INK = "#2563eb", "#d9480f", "#7b8794", "#e4e7eb", "#1f2933"
 MONITOR = "val/NDCG@10"
@@ -329,6 +330,8 @@ def _files(trainer: Trainer, folder: Path) -> dict[str, Path]:
             for label, path in (("best checkpoint", callback.best_model_path), ("last checkpoint", callback.last_model_path)):
                 if path:
                     files.setdefault(label, Path(path))
+        elif isinstance(callback, LastCheckpoint):
+            files["last checkpoint"] = callback.file(trainer)
     return files | {"report": folder / "report.png"}
 
 

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from turbogr.baselines import EvaluationData, evaluate_baselines
 from turbogr.batch import NO_TARGET, JaggedBatch
 from turbogr.errors import DataError
-from turbogr.models.baselines import EvaluationData, evaluate_baselines
 
 
 class Prepared:
