@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from turbogr.batch import JaggedBatch
+from turbogr.losses import SampledSoftmax
 from turbogr.models.bias import TimeBuckets
 from turbogr.models.hstu import EPS, HSTU, HSTUBlock
 from turbogr.models.retriever import GenerativeRetriever
@@ -94,6 +95,7 @@ class PaddedTrainer(nn.Module):
         assert isinstance(backbone, HSTU)
         self.backbone = backbone
         self.table = nn.Embedding.from_pretrained(model.embeddings.weight.detach().clone(), freeze=False)
+        assert isinstance(model.loss, SampledSoftmax)
         self.temperature = model.loss.temperature
 
     def loss(self, batch: JaggedBatch) -> Tensor:

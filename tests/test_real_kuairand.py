@@ -46,4 +46,5 @@ def test_real_kuairand_is_prepared_trained_and_evaluated(shared_data, tmp_path):
     trainer.fit(model, data)
     (result,) = trainer.test(model, data, verbose=False)
     popularity = evaluate_baselines(data, (10, 50), seed=0)["popularity"]
+    assert popularity["HR@50"] > 0
     assert result["test/HR@50"] > 3 * popularity["HR@50"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,25 @@ from turbogr.errors import ConfigurationError
 from turbogr.ops.negative_logits import negative_logits
 
 
-class SampledSoftmax(nn.Module):
+class RetrievalLoss(nn.Module):
+    """What the retriever asks of a loss; subclass it and name the class path in a recipe under `model.loss`."""
+
+    @abstractmethod
+    def forward(self, output: Tensor, items: Tensor, targets: Tensor, negatives: Tensor) -> Tensor:
+        """Mean loss over tokens.
+
+        Args:
+            output: float [T, D], l2-normalised output of each token.
+            items: float [U, D], l2-normalised distinct item rows of the batch.
+            targets: int64 [T], each token's target as an index into `items`.
+            negatives: int64 [T, R], each token's negatives as indices into `items`.
+
+        Returns:
+            float scalar.
+        """
+
+
+class SampledSoftmax(RetrievalLoss):
     """Sampled softmax over a token's target and its own drawn negatives.
 
     loss = mean over tokens of -log softmax([o.p, o.n_1, ..., o.n_R] / temperature)[0], where o, p and n are l2-normalised and a
@@ -29,17 +49,7 @@ class SampledSoftmax(nn.Module):
         self.temperature = temperature
 
     def forward(self, output: Tensor, items: Tensor, targets: Tensor, negatives: Tensor) -> Tensor:
-        """Mean loss over tokens.
-
-        Args:
-            output: float [T, D], l2-normalised output of each token.
-            items: float [U, D], l2-normalised distinct item rows of the batch.
-            targets: int64 [T], each token's target as an index into `items`.
-            negatives: int64 [T, R], each token's negatives as indices into `items`.
-
-        Returns:
-            float scalar.
-        """
+        """Mean loss over tokens; shapes in RetrievalLoss.forward."""
         positive = (output * nn.functional.embedding(targets, items)).sum(1, keepdim=True)
         logits = negative_logits(output, items, negatives).masked_fill(negatives == targets[:, None], -torch.inf)
         logits = torch.cat([positive, logits], dim=1) / self.temperature

@@ -13,11 +13,12 @@ from tests.data.make import write_prepared
 from tests.models.make import random_batch
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
+from turbogr.losses import RetrievalLoss
 from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.sasrec import SASRec
 from turbogr.ops.normalise import normalised
-from turbogr.sparse.optimizers import AdaGrad, LazyAdam, RowWiseAdaGrad
+from turbogr.sparse.optimizers import SGD, AdaGrad, LazyAdam, RowWiseAdaGrad
 from turbogr.sparse.table import EmbeddingTable
 
 NUM_ITEMS, TOP_K = 60, (1, 10)
@@ -253,6 +254,40 @@ def test_several_processes_without_a_strategy_for_the_table_are_refused(tmp_path
     model.trainer = trainer
     with pytest.raises(ConfigurationError, match="tables would drift apart"):
         model.on_fit_start()
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    class Squared(RetrievalLoss):
+        def forward(self, output, items, targets, negatives):
+            return (output - items[targets]).square().mean()
+
+    torch.manual_seed(7)
+    model = GenerativeRetriever(NUM_ITEMS, HSTU(dim=16, max_length=16), loss=Squared(), top_k=TOP_K)
+    before = state_of(model)
+    trainer_of(tmp_path, max_epochs=1).fit(model, data_of(folder(tmp_path / "data")))
+    assert not torch.equal(before["embeddings.weight"], model.embeddings.weight)
+
+
+def test_clipping_spares_the_table_and_says_so(tmp_path, caplog):
+    """Rows move as without clipping; dense parameters hardly move."""
+    path, states = folder(tmp_path / "data"), []
+    for clip in (None, 1e-9):
+        torch.manual_seed(7)
+        sgd = GenerativeRetriever(
+            NUM_ITEMS,
+            HSTU(dim=16, max_length=16, dropout=0.0),
+            EmbeddingTable(SGD(0.1)),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            top_k=TOP_K,
+        )
+        before = state_of(sgd)
+        with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+            trainer_of(tmp_path, max_steps=1, max_epochs=-1, gradient_clip_val=clip).fit(sgd, data_of(path, seed=3))
+        after = state_of(sgd)
+        states.append({name: (after[name] - before[name]).abs().max().item() for name in after})
+    assert states[0]["embeddings.weight"] == states[1]["embeddings.weight"] > 0
+    assert states[1]["backbone.positions"] < 1e-3 * states[0]["backbone.positions"]
+    assert "rows of the item table are not clipped" in caplog.text
 
 
 @pytest.mark.slow

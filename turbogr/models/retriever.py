@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from turbogr.batch import JaggedBatch
 from turbogr.errors import ConfigurationError
-from turbogr.losses import SampledSoftmax
+from turbogr.losses import RetrievalLoss, SampledSoftmax
 from turbogr.metrics import retrieval_metrics
 from turbogr.models.backbone import Backbone
 from turbogr.models.hstu import HSTU
 from turbogr.ops.catalogue import target_ranks, top_items
 from turbogr.ops.normalise import normalised
+from turbogr.seeds import global_seed
 from turbogr.sparse.table import EmbeddingTable
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -42,7 +43,7 @@ class GenerativeRetriever(pl.LightningModule):
         num_items: V, size of the catalogue.
         backbone: HSTU, SASRec or any other Backbone.
         embeddings: the item table; allocated here as V rows of the backbone's width.
-        loss: called with (output [T, D], items [U, D], targets [T], negatives [T, R]).
+        loss: SampledSoftmax or any other RetrievalLoss.
         optimizer: makes the optimizer of the dense parameters.
         scheduler: makes a learning-rate scheduler for it, stepped every optimizer step.
         top_k: the K of HR@K and NDCG@K; must not exceed the catalogue.
@@ -58,7 +59,7 @@ class GenerativeRetriever(pl.LightningModule):
         num_items: int,
         backbone: Backbone | None = None,
         embeddings: EmbeddingTable | None = None,
-        loss: SampledSoftmax | None = None,
+        loss: RetrievalLoss | None = None,
         optimizer: DenseOptimizer = published_adamw,
         scheduler: Scheduler | None = None,
         top_k: Sequence[int] = (1, 10, 50, 200),
@@ -78,7 +79,7 @@ class GenerativeRetriever(pl.LightningModule):
         self.backbone: Backbone = HSTU() if backbone is None else backbone
         self.embeddings = EmbeddingTable() if embeddings is None else embeddings
         self.embeddings.allocate(num_items, self.backbone.dim)
-        self.loss = SampledSoftmax() if loss is None else loss
+        self.loss: RetrievalLoss = SampledSoftmax() if loss is None else loss
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self.val_metrics = retrieval_metrics(top_k).clone(prefix="val/")
         self.test_metrics = retrieval_metrics(top_k).clone(prefix="test/")
@@ -110,20 +111,18 @@ class GenerativeRetriever(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuses what would train the table wrongly, and forgets what an earlier, interrupted fit left behind."""
-        if self.trainer.world_size > 1:
-            raise ConfigurationError(
-                f"{self.trainer.world_size} processes under {type(self.trainer.strategy).__name__} would each update a table "
-                "of their own, and the tables would drift apart: train with trainer.devices 1 and trainer.strategy auto"
-            )
+        self.embeddings.refuse_copies(self.trainer.world_size)
         if self.trainer.precision == "16-mixed":
             raise ConfigurationError(
                 "precision 16-mixed scales the loss, and the table's gradients with it: use bf16-mixed or 32"
             )
+        if self.trainer.gradient_clip_val:
+            rank_zero_info("gradient clipping applies to the dense parameters; rows of the item table are not clipped")
         self.embeddings.discard_gradients()
 
     def on_train_batch_start(self, batch: JaggedBatch, batch_idx: int) -> None:
         """Seeds the step's dropout by (seed, epoch, batch): a resumed run draws what the uninterrupted one would have."""
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+        seed = global_seed() if self.seed is None else self.seed
         state = np.random.SeedSequence([seed, self.current_epoch, batch_idx]).generate_state(1, np.uint64)
         torch.manual_seed(int(state[0]))
 

@@ -154,8 +154,7 @@ class _Bias:
         if self.time_bias is not None and self.query_times is not None and self.key_times is not None:
             asked = group.gather_times(self.query_times)[:, first:end, None]
             gap = (asked - group.gather_times(self.key_times)[:, None, :end]).float()
-            gap.abs_().mul_(1 / self.time_unit).clamp_(min=1.0).log_().mul_(1 / self.time_divisor)
-            buckets = gap.clamp_(max=self.time_bias.numel() - 1).int()
+            buckets = time_buckets(gap, self.time_bias.numel(), self.time_unit, self.time_divisor)
             bias = self.time_bias.index_select(0, buckets.view(-1)).view(buckets.shape)[:, None]
         if self.position_bias is not None:
             by_distance = _toeplitz(self.position_bias, first, end)
@@ -171,6 +170,24 @@ class _Bias:
             time += torch.bincount(buckets.view(-1), by_pair.view(-1).double(), minlength=time.numel())
         if position is not None:
             _add_diagonals(by_pair.sum(0), first, end, position)
+
+
+def time_buckets(gaps: Tensor, count: int, time_unit: float, time_divisor: float) -> Tensor:
+    """Bucket of each time difference: clamp(floor(ln(max(|d| / time_unit, 1)) / time_divisor), 0, count - 1).
+
+    The logarithm is float32: a difference within 1e-6 (relative) of a bucket's edge may fall on either side of it.
+
+    Args:
+        gaps: float32, any shape, differences in the unit of the times; overwritten.
+        count: number of buckets.
+        time_unit: ticks of the times per unit of the formula.
+        time_divisor: width of a bucket in natural logarithms.
+
+    Returns:
+        int32 in the shape of `gaps`.
+    """
+    gaps.abs_().mul_(1 / time_unit).clamp_(min=1.0).log_().mul_(1 / time_divisor)
+    return gaps.clamp_(max=count - 1).int()
 
 
 def _toeplitz(table: Tensor, first: int, end: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from turbogr.errors import ConfigurationError, DataError
 from turbogr.ops.unique import unique_ids
-from turbogr.sparse.optimizers import RowOptimizer, RowWiseAdaGrad
+from turbogr.sparse.optimizers import LazyAdam, RowOptimizer
 
 
 class Lookup:
@@ -40,7 +40,7 @@ class EmbeddingTable(nn.Module):
     between two updates (gradient accumulation) are summed.
 
     Args:
-        optimizer: how touched rows are updated.
+        optimizer: how touched rows are updated; LazyAdam if None, as the public code trains tables with AdamW.
         init_std: standard deviation of the truncated normal (at two deviations) that rows start from.
 
     Raises:
@@ -53,7 +53,7 @@ class EmbeddingTable(nn.Module):
         super().__init__()
         if init_std < 0:
             raise ConfigurationError(f"EmbeddingTable: init_std must not be negative, got {init_std}")
-        self.optimizer = RowWiseAdaGrad() if optimizer is None else optimizer
+        self.optimizer = LazyAdam() if optimizer is None else optimizer
         self.init_std = init_std
         self._pending: list[Lookup] = []
 
@@ -112,6 +112,14 @@ class EmbeddingTable(nn.Module):
             parts = torch.cat([grad for _, grad in pending])
             gradient = parts.new_zeros(len(ids), parts.shape[1]).index_add_(0, inverse, parts)
         self.optimizer.step(self.weight, ids, gradient)
+
+    def refuse_copies(self, copies: int) -> None:
+        """Raises ConfigurationError if this is one of several copies of the table: nothing brings their updates together."""
+        if copies > 1:
+            raise ConfigurationError(
+                f"{copies} processes would each update a table of their own, and the tables would drift apart: train with "
+                "trainer.devices 1 and trainer.strategy auto"
+            )
 
     def discard_gradients(self) -> None:
         """Forgets look-ups whose gradients must not be used (an interrupted or failed step)."""
