@@ -233,6 +233,9 @@ def fit(prepared: Path, *args: str) -> None:
 def test_run_folder_and_everything_that_uses_it(prepared, capsys):
     fit(prepared)
     folder = Path("run")
+    printed = capsys.readouterr()
+    for written in ("config.yaml", "metrics.csv", "report.png", "checkpoints/best.ckpt", "checkpoints/last.ckpt"):
+        assert f"run/{written} " in printed.out, "the final table says where everything is"
     assert {p.name for p in folder.iterdir()} >= {"config.yaml", "metrics.csv", "report.png", "checkpoints"}
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     checkpoint = torch.load("run/checkpoints/best.ckpt", weights_only=True)
@@ -243,8 +246,7 @@ def test_run_folder_and_everything_that_uses_it(prepared, capsys):
     assert stored["model"]["backbone"]["init_args"]["dim"] == 16
     metrics = (folder / "metrics.csv").read_bytes()
     config = (folder / "config.yaml").read_bytes()
-    err = capsys.readouterr().err
-    assert "epoch 2/2" in err, "progress is visible without a terminal"
+    assert "epoch 2/2" in printed.err, "progress is visible without a terminal"
 
     # the configuration that was written is one that the other commands take, and they leave the run's files alone
     for command in ("validate", "test", "predict"):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from turbogr.batch import NO_TARGET, JaggedBatch
 from turbogr.callbacks import throughput
 from turbogr.callbacks.report import Report, read_metrics
+from turbogr.callbacks.resume import LastCheckpoint
 from turbogr.callbacks.throughput import Throughput
 from turbogr.errors import ConfigurationError
 from turbogr.metrics import retrieval_metrics
@@ -176,6 +177,25 @@ def test_resumed_run_continues_its_metrics(run):
     after = read_metrics(folder / "metrics.csv")
     assert [row["step"] for row in after if "train/loss" in row] == [row["step"] for row in before if "train/loss" in row]
     assert [row["epoch"] for row in after if "val/MRR" in row] == [0, 1, 2, 3], "epoch 1 was dropped and trained again"
+
+
+@pytest.mark.parametrize("stop_at", [6, 9], ids=["epoch-end", "within-an-epoch"])
+def test_resumed_run_repeats_no_step(tmp_path, stop_at):
+    def train(**options):
+        trainer = make_trainer(tmp_path, LastCheckpoint(tmp_path / "resume.ckpt"), log_every_n_steps=1, **options)
+        resume = {"ckpt_path": tmp_path / "resume.ckpt"} if "max_steps" not in options else {}
+        trainer.fit(Toy(), datamodule=ToyData(), **resume)
+        return [row["step"] for row in read_metrics(tmp_path / "metrics.csv") if "train/loss" in row]
+
+    assert train(max_steps=stop_at) == list(range(stop_at))
+    assert train(epochs=3) == list(range(18))
+
+
+def test_fewer_steps_than_are_logged(tmp_path, capsys):
+    make_trainer(tmp_path, max_steps=3, log_every_n_steps=5).fit(Toy(), datamodule=ToyData())
+    printed = capsys.readouterr().out
+    assert "no validation took place" in printed
+    assert str(tmp_path / "report.png") in printed
 
 
 def test_failed_start_keeps_the_old_metrics(run):

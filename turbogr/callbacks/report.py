@@ -10,32 +10,27 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from turbogr.baselines import EvaluationData, evaluate_baselines
+from turbogr.callbacks.drawing import draw_report, draw_test, replace_file
 from turbogr.callbacks.resume import LastCheckpoint
-from turbogr.callbacks.throughput import METRIC as TOKENS_PER_SECOND
 from turbogr.callbacks.throughput import Throughput
 from turbogr.errors import ConfigurationError
 
-BLUE, ORANGE, GREY, LIGHT, INK = "#2563eb", "#d9480f", "#7b8794", "#e4e7eb", "#1f2933"
 MONITOR = "val/NDCG@10"
 
 
@@ -78,9 +73,9 @@ class Report(Callback):
         """Opens metrics.csv: empty, or with the rows up to the step that training resumes from."""
         logger = _metrics_logger(trainer)
         if logger is not None and trainer.is_global_zero:
-            # Loggers count by this number and not by global_step, which grows twice as fast with two optimizers.
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped
-            logger.begin(step if trainer.ckpt_path or step else None)
+            # Not the loops' own count for loggers: in a checkpoint of the middle of an epoch it is one short.
+            steps = trainer.global_step
+            logger.begin(steps if trainer.ckpt_path or steps else None)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -89,7 +84,7 @@ class Report(Callback):
         self._batches += 1
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes report.png and prints the table.
+        """Refuses a run that trained nothing.
 
         Raises:
             ConfigurationError: no training step happened.
@@ -100,14 +95,6 @@ class Report(Callback):
                 f"trainer.max_epochs ({trainer.max_epochs}) or trainer.max_steps ({trainer.max_steps}) was reached before the "
                 "start" + (f" by {trainer.ckpt_path}: raise it to train further" if trainer.ckpt_path else "")
             )
-        logger = _metrics_logger(trainer)
-        if logger is None or not trainer.is_global_zero:
-            return
-        folder = Path(trainer.default_root_dir)
-        rows = read_metrics(logger.path)
-        best = _best_row(rows, *_monitored(trainer))
-        draw_report(rows, best, folder / "report.png", title=folder.resolve().name)
-        _print("Training finished", self._fit_table(trainer, rows, best, folder))
 
     def _fit_table(self, trainer: Trainer, rows: list[dict[str, float]], best: dict[str, float] | None, folder: Path) -> Table:
         table = Table(show_header=False)
@@ -133,10 +120,29 @@ class Report(Callback):
         return table
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """After `test`: scores the baselines, writes test.json and test.png, prints the table."""
-        # Not in on_test_end: the progress bar is still on the screen there.
-        if stage != "test" or getattr(trainer, "fast_dev_run", False) or not trainer.is_global_zero:
+        """After `fit` writes report.png, after `test` test.json and test.png with the baselines' scores; prints the table."""
+        # Not in on_fit_end or on_test_end: the progress bar is still on the screen there, and erases what is printed over it.
+        if getattr(trainer, "fast_dev_run", False) or not trainer.is_global_zero:
             return
+        if stage == "fit":
+            self._finish_fit(trainer)
+        elif stage == "test":
+            self._finish_test(trainer, pl_module)
+
+    def _finish_fit(self, trainer: Trainer) -> None:
+        logger = _metrics_logger(trainer)
+        if logger is None:
+            return
+        logger.save()
+        folder = Path(trainer.default_root_dir)
+        # Nothing is logged before step trainer.log_every_n_steps, nor without validation.
+        rows = read_metrics(logger.path) if logger.path.exists() else []
+        best = _best_row(rows, *_monitored(trainer))
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_report(rows, best, folder / "report.png", title=folder.resolve().name)
+        _print("Training finished", self._fit_table(trainer, rows, best, folder))
+
+    def _finish_test(self, trainer: Trainer, pl_module: LightningModule) -> None:
         results = {"model": _test_metrics(trainer)}
         top_k = sorted(int(name.removeprefix("HR@")) for name in results["model"] if name.startswith("HR@"))
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -146,7 +152,7 @@ class Report(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint = str(trainer.ckpt_path) if trainer.ckpt_path else None
         written = {"checkpoint": checkpoint, "epoch": self._loaded_epoch, "metrics": results}
-        _replace(folder / "test.json", lambda path: path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8"))
+        replace_file(folder / "test.json", lambda path: path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8"))
         source = f"{_shown(Path(checkpoint))}, epoch {_counted(self._loaded_epoch)}" if checkpoint else "weights in memory"
         paths = [folder / "test.json"]
         if top_k:
@@ -180,10 +186,10 @@ class MetricsLogger(CSVLogger):
             self._experiment = _MetricsWriter(self.log_dir)
         return self._experiment  # type: ignore[return-value]
 
-    def begin(self, last_step: int | None) -> None:
-        """Drops the rows of an earlier run after `last_step`, or all of them if it is None."""
-        rows = [] if last_step is None or not self.path.exists() else read_metrics(self.path)
-        kept = [row for row in rows if last_step is not None and row["step"] <= last_step]
+    def begin(self, steps: int | None) -> None:
+        """Keeps the rows of an earlier run's first `steps` steps, which are numbered from 0; none of them if it is None."""
+        rows = [] if steps is None or not self.path.exists() else read_metrics(self.path)
+        kept = [row for row in rows if steps is not None and row["step"] < steps]
         self.path.unlink(missing_ok=True)
         self.experiment.metrics, self.experiment.metrics_keys = [], []
         for row in kept:
@@ -211,98 +217,6 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-
-
-def draw_report(rows: Sequence[dict[str, float]], best: dict[str, float] | None, path: Path, title: str) -> None:
-    """Draws loss, HR@10, NDCG@10 and tokens/s over steps; if K = 10 is not measured, the smallest K is shown.
-
-    Args:
-        rows: of metrics.csv.
-        best: the row of the best validation, marked in the plots of validation metrics.
-        path: PNG to write.
-        title: of the figure.
-    """
-    names = set().union(*rows)
-    loss = next((name for name in ("train/loss", "train/loss_step", "train/loss_epoch") if name in names), "train/loss")
-    k = _shown_k(names)
-    panels = [
-        (loss, "Training loss", "last {:.3f}"),
-        (f"val/HR@{k}", f"HR@{k}, validation", "best checkpoint {:.4f}"),
-        (f"val/NDCG@{k}", f"NDCG@{k}, validation", "best checkpoint {:.4f}"),
-        (TOKENS_PER_SECOND, "Tokens per second", "median {:,.0f}"),
-    ]
-    figure = _figure((10, 6.6), title)
-    last = max((row["step"] for row in rows), default=1)
-    for axes, (name, label, note) in zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        _style(axes, label)
-        axes.set_xlim(0, max(last, 1) * 1.02)
-        if not points:
-            axes.set_yticks([])
-            axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", color=GREY)
-            continue
-        steps, values = np.array(points).T
-        validation = name.startswith("val/")
-        reach = 0 if validation else len(values) // 40
-        smooth = np.array([values[max(i - reach, 0) : i + reach + 1].mean() for i in range(len(values))])
-        if reach:
-            axes.plot(steps, values, color=BLUE, linewidth=0.8, alpha=0.3)
-        axes.plot(steps, smooth, color=BLUE, linewidth=1.8, marker="o" if len(steps) < 40 else None, markersize=3.5)
-        number = float(np.median(values)) if name == TOKENS_PER_SECOND else smooth[-1]
-        if validation and best is not None and name in best:
-            number = best[name]
-            axes.plot(best["step"], number, "o", markersize=8, color=ORANGE, markeredgecolor="white", markeredgewidth=1.5)
-        axes.set_title(note.format(number), loc="right", fontsize=9.5, color=ORANGE if validation else GREY)
-        if name != loss:
-            axes.set_ylim(0, max(values.max() * 1.12, 1e-9))
-        if values.max() >= 1000:
-            axes.yaxis.set_major_formatter("{x:,.0f}")
-    for axes in figure.axes[2:]:
-        axes.set_xlabel("step", fontsize=9, color=INK)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-    _replace(path, lambda temporary: figure.savefig(temporary, format="png"))
-
-
-def draw_test(results: dict[str, dict[str, float]], k: int, path: Path, title: str) -> None:
-    """Draws test HR@K and NDCG@K of the model and the baselines as bars.
-
-    Args:
-        results: {"model": {"HR@10": ...}, "popularity": ..., "random": ...}.
-        k: the K shown.
-        path: PNG to write.
-        title: of the figure.
-    """
-    figure = _figure((9, 1.0 + 0.5 * len(results)), title)
-    names = list(results)
-    for axes, metric in zip(figure.subplots(1, 2, sharey=True), (f"HR@{k}", f"NDCG@{k}"), strict=True):
-        values = [results[name].get(metric, 0.0) for name in names]
-        _style(axes, f"{metric}, test")
-        axes.grid(visible=False)
-        bars = axes.barh(names, values, color=[BLUE if name == "model" else "#b8c2cc" for name in names], height=0.62)
-        axes.bar_label(bars, [f"{value:.4f}" for value in values], padding=5, fontsize=10, color=INK)
-        axes.set_xlim(0, max(max(values) * 1.22, 1e-9))
-        axes.spines["bottom"].set_visible(False)
-        axes.set_xticks([])
-        axes.tick_params(axis="y", labelsize=10, length=0)
-    figure.axes[0].invert_yaxis()
-    _replace(path, lambda temporary: figure.savefig(temporary, format="png"))
-
-
-def _figure(size: tuple[float, float], title: str) -> Figure:
-    figure = Figure(figsize=size, dpi=150, facecolor="white")
-    figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.1, wspace=0.04, hspace=0.06)
-    figure.suptitle(title, x=0.015, ha="left", fontsize=12, fontweight="bold", color=INK)
-    return figure
-
-
-def _style(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
-    axes.grid(axis="y", color=LIGHT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8.5, colors=INK, length=3, color=LIGHT)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LIGHT)
 
 
 def _metrics_logger(trainer: Trainer) -> MetricsLogger | None:
@@ -365,11 +279,6 @@ def _in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _shown_k(names: Iterable[str]) -> int:
-    found = sorted(int(name.removeprefix("val/HR@")) for name in names if name.startswith("val/HR@"))
-    return 10 if 10 in found or not found else found[0]
-
-
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -380,15 +289,6 @@ def _shown(path: Path) -> str:
     path = path.resolve()
     here = Path.cwd().resolve()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
-def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _print(title: str, table: Table, *lines: str) -> None:

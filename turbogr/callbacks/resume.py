@@ -29,13 +29,16 @@ class TrainingInterrupted(Exception):
 
 # A subclass of Checkpoint, because Lightning calls those last: what is saved then holds what other callbacks did in this step.
 class LastCheckpoint(Checkpoint):
-    """Writes last.ckpt after every epoch, and when SIGINT or SIGTERM asks training to stop.
+    """Writes last.ckpt after every epoch, and where training stops within one: SIGINT, SIGTERM, `max_steps`, `should_stop`.
 
     (`ModelCheckpoint(save_last=True)` writes it only where the monitored metric improved: the epochs since then would be lost.)
 
     On the first signal the running step is ended, the checkpoint is saved and TrainingInterrupted is raised out of `fit`. It is
     saved only where a resumed run goes on exactly as an uninterrupted one: after an optimizer step that is followed neither by
     validation nor by the epoch's end, else after those. A second SIGINT kills the process at once.
+
+    `trainer.should_stop` (EarlyStopping, `max_time`) is seen where callbacks set it, and obeyed after the next optimizer step
+    where gradients are pending. Set in a model's own hooks it leaves last.ckpt at the end of the epoch before.
 
     Args:
         path: where the checkpoint is written; None is "checkpoints/last.ckpt" in the trainer's default_root_dir.
@@ -46,9 +49,13 @@ class LastCheckpoint(Checkpoint):
         self.signum: int | None = None
         self._previous: dict[int, Any] = {}
         self._process = os.getpid()
+        self._epoch_ends = self._pending = self._postponed = False
+        self._saved = -1  # global step of the last checkpoint within an epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes over the signals (Lightning took SIGTERM before this)."""
+        self._epoch_ends = self._pending = self._postponed = False
+        self._saved = -1
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
         self._process = os.getpid()
@@ -58,21 +65,25 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stops here unless gradients are pending, or validation or the epoch's end follows at once."""
+        """Saves if training ends here within an epoch; not while gradients are pending, nor where validation is due anyway."""
         number = batch_idx + 1
-        # None: validation goes by the clock, and the stop may then fall between a step and its validation
-        validates = trainer.enable_validation and trainer.val_check_batch is not None and number % trainer.val_check_batch == 0
-        if self.signum and number % trainer.accumulate_grad_batches == 0 and not validates and not trainer.is_last_batch:
-            self._stop(trainer)
+        self._epoch_ends = trainer.is_last_batch or number >= trainer.num_training_batches
+        self._pending = number % trainer.accumulate_grad_batches != 0 and not self._epoch_ends
+        if self._postponed and not self._pending:
+            trainer.should_stop, self._postponed = True, False
+        if not self._epoch_ends and not _validates(trainer, number):
+            self._save_if_stopping(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops after a validation within an epoch."""
-        if self.signum and not trainer.sanity_checking and not trainer.is_last_batch:
-            self._stop(trainer)
+        """Saves if training ends here, after a validation within an epoch."""
+        if not trainer.sanity_checking and not self._epoch_ends:
+            self._save_if_stopping(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves; stops unless that was the last epoch."""
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        # Lightning calls this where it stops within an epoch too, and counts the epoch as finished: a checkpoint written here
+        # would leave its rest out.
+        if trainer.fast_dev_run or not self._epoch_ends:  # type: ignore[attr-defined]
             return
         steps, epochs = trainer.max_steps, trainer.max_epochs
         finished = 0 <= steps <= trainer.global_step or (epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
@@ -100,8 +111,26 @@ class LastCheckpoint(Checkpoint):
             flush=True,
         )
 
+    def file(self, trainer: Trainer) -> Path:
+        """Where this trainer's last checkpoint is written."""
+        return self.path or Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+
+    def _save_if_stopping(self, trainer: Trainer) -> None:
+        if self._pending:
+            # Pending gradients are in no checkpoint: training goes on to the optimizer step that uses them.
+            if trainer.should_stop:
+                trainer.should_stop, self._postponed = False, True
+        # Once a step: a stop that was asked for brings about a validation that is not due, and a checkpoint written behind it
+        # would be taken for one of a validation that is.
+        elif self._saved != trainer.global_step:
+            if self.signum:
+                self._stop(trainer)
+            if _stops(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                self._save(trainer)
+                self._saved = trainer.global_step
+
     def _save(self, trainer: Trainer) -> Path:
-        path = self.path or Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+        path = self.file(trainer)
         trainer.save_checkpoint(path, weights_only=False)
         return path
 
@@ -113,3 +142,22 @@ class LastCheckpoint(Checkpoint):
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
+
+
+def _stops(trainer: Trainer) -> bool:
+    """Whether Lightning ends training after this step, wherever in the epoch it is."""
+    loop = trainer.fit_loop
+    return 0 <= trainer.max_steps <= trainer.global_step or (trainer.should_stop and loop._can_stop_early)
+
+
+def _validates(trainer: Trainer, number: int) -> bool:
+    """Whether validation is due after an epoch's batch `number`, counted from 1."""
+    # None: validation goes by the clock, and a stop may then fall between a step and its validation
+    if not trainer.enable_validation or trainer.val_check_batch is None:
+        return False
+    every = trainer.check_val_every_n_epoch
+    if every is None:
+        number = trainer.fit_loop.total_batch_idx + 1
+    elif (trainer.current_epoch + 1) % every:
+        return False
+    return number % trainer.val_check_batch == 0
