@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,17 +11,10 @@ from torch.utils.data import Dataset
 
 from turbogr.batch import NO_TARGET, JaggedBatch
 from turbogr.data.negatives import Int64Array, NegativeSampler
-from turbogr.data.prepared import PreparedData
+from turbogr.data.prepared import HELD_OUT, PreparedData, Protocol, Stage
 from turbogr.data.samplers import BatchKey
 
-Protocol = Literal["three_way", "published"]
-Stage = Literal["validation", "test", "predict"]
-
-HELD_OUT: dict[Protocol, dict[Stage, int]] = {
-    "three_way": {"validation": 2, "test": 1, "predict": 0},
-    "published": {"validation": 1, "test": 1, "predict": 0},
-}
-"""How many of a user's last events an evaluation may not see; the first of them is its target."""
+__all__ = ["HELD_OUT", "EvaluationHistories", "Protocol", "Stage", "TrainingHistories"]
 
 
 class TrainingHistories(Dataset[JaggedBatch]):

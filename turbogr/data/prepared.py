@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +12,17 @@ from turbogr.data.manifest import MIN_EVENTS, PROTOCOLS, read_manifest
 from turbogr.errors import ConfigurationError, DataError
 
 _AGAIN = "prepare the folder again with `turbogr data prepare`"
-_HELD_OUT = {"three_way": 2, "published": 1}
+
+Protocol = Literal["three_way", "published"]
+Stage = Literal["validation", "test", "predict"]
+
+HELD_OUT: dict[Protocol, dict[Stage, int]] = {
+    "three_way": {"validation": 2, "test": 1, "predict": 0},
+    "published": {"validation": 1, "test": 1, "predict": 0},
+}
+"""How many of a user's last events an evaluation may not see; the first of them is its target. Training sees what validation
+sees."""
+
 _COUNT_CHUNK = 1 << 22
 
 
@@ -129,7 +139,7 @@ class PreparedData:
         counts = np.zeros(self.num_items, dtype=np.int64)
         for start in range(0, self.num_events, _COUNT_CHUNK):
             counts += np.bincount(self.items[start : start + _COUNT_CHUNK], minlength=self.num_items)
-        for back in range(1, _HELD_OUT[protocol] + 1):
+        for back in range(1, HELD_OUT[cast(Protocol, protocol)]["validation"] + 1):
             counts -= np.bincount(self.items[self.offsets[1:] - back], minlength=self.num_items)
         return counts
 
