@@ -329,12 +329,30 @@ def test_really_full_disk(tmp_path):
     assert done.stdout.split() == ["rc", "1", "0"]
 
 
-def test_too_little_memory_is_said(tmp_path, monkeypatch):
-    def fail(*_args):
-        raise duckdb.OutOfMemoryException("Out of Memory Error: could not allocate block")
+@pytest.mark.parametrize("limit", ["100KB", "1MB"])
+def test_too_little_memory_is_said(tmp_path, limit):
+    """DuckDB's own words span lines and advise to give up the order of rows."""
+    file = write_triples(tmp_path / "u.data", some_triples(users=300, events=90_000))
+    with pytest.raises(ConfigurationError) as caught:
+        prepare("movielens", [file], tmp_path / "out", PrepareOptions(memory_limit=limit))
+    message = str(caught.value)
+    assert message.startswith(f"--memory-limit {limit} is too small for these logs; give more: 500MB")
+    assert "\n" not in message
+    assert "order" not in message
+    assert [path.name for path in tmp_path.iterdir()] == ["u.data"]
 
-    monkeypatch.setattr(EventStore, "fill", fail)
-    with pytest.raises(ConfigurationError, match="--memory-limit is too small"):
+
+def test_no_room_to_spill_is_a_full_disk(tmp_path, monkeypatch):
+    """DuckDB calls it out of memory, though more memory is not what was missing."""
+
+    def fail(database, *_args):
+        def work():
+            raise duckdb.OutOfMemoryException("failed to offload data block ('max_temp_directory_size' was reached)")
+
+        return database._run(work)
+
+    monkeypatch.setattr("turbogr.data.workspace.Database.batches", fail)
+    with pytest.raises(DataError, match="out: the disk is full"):
         prepare("movielens", [write_triples(tmp_path / "u.data", some_triples())], tmp_path / "out")
 
 

@@ -20,6 +20,7 @@ from turbogr.errors import ConfigurationError, DataError
 T = TypeVar("T")
 
 # DuckDB and Arrow tell a full disk in their message only.
+_LEAST_MEMORY = "500MB"
 _FULL = re.compile(r"no space left|max_temp_directory_size|disk quota|file too large", re.IGNORECASE)
 
 
@@ -72,8 +73,6 @@ def _failures_explained(out: Path) -> Iterator[None]:
                 f"{out}: the disk is full; preparing needs about twice the size of the logs beside the output. Nothing "
                 f"was left behind; free some space, or choose --out on another disk ({error})"
             ) from error
-        if isinstance(error, duckdb.OutOfMemoryException):
-            raise ConfigurationError(f"--memory-limit is too small for these logs: {error}") from error
         if isinstance(error, OSError):
             raise DataError(f"{error.filename or out}: cannot be written or read ({error.strerror or error})") from error
         raise
@@ -94,8 +93,9 @@ class Database:
             memory_limit: a size such as ``"2GB"``.
 
         Raises:
-            ConfigurationError: the limit is no size.
+            ConfigurationError: the limit is no size, or is too small to begin with.
         """
+        self._memory_limit = memory_limit
         config: dict[str, Any] = {"temp_directory": str(scratch / "spill"), "preserve_insertion_order": True}
         self._connection = duckdb.connect(":memory:", config=config)
         self._pool = ThreadPoolExecutor(1, "duckdb")
@@ -145,6 +145,14 @@ class Database:
             self._idle.clear()
             try:
                 return work()
+            except duckdb.OutOfMemoryException as error:
+                if _FULL.search(str(error)):  # DuckDB's name for a disk without room to spill
+                    raise
+                # DuckDB's own advice includes to give up the order of rows, on which the result rests.
+                raise ConfigurationError(
+                    f"--memory-limit {self._memory_limit} is too small for these logs; give more: {_LEAST_MEMORY} is a "
+                    "sensible minimum, and more users and items need more"
+                ) from error
             finally:
                 self._idle.set()
 
