@@ -36,7 +36,7 @@ class Kind(Enum):
     DECIMAL_TIME = "decimal time"  # the same, written as a decimal (`8.8125E8`, `881250949.0`)
     FLAG = "flag"  # 0 or 1
     NUMBER = "number"  # a decimal
-    INFERRED = "inferred"  # for --where: the type that the first block has
+    INFERRED = "inferred"  # for --where: of the type that the whole column allows
 
     @property
     def arrow_type(self) -> pa.DataType | None:
@@ -76,7 +76,7 @@ class Clock:
         self.unit: str | None = None
         self.low, self.high = -INT64_MAX - 1, INT64_MAX + 1
         self._checked = checked
-        self._origin = "the source defines them so"
+        self._origin = "the source defines them so" if checked else "--time-unit says so"
         if unit is not None:
             self._set(unit)
         if earliest is not None:
@@ -88,12 +88,23 @@ class Clock:
             self._origin = f"{where} is {value}"
             self._set("ms" if value >= _SECONDS_END else "s")
 
-    def declare_milliseconds(self, where: str) -> None:
-        """Take milliseconds because timestamps were converted to them; without effect where the unit is known."""
+    def timestamps_fault(self, where: str) -> str | None:
+        """Take milliseconds because timestamps become them, or say why they cannot stand in this data set.
+
+        Timestamps need no check of their size; numbers in other files still do, so that the bounds stay what they are.
+
+        Args:
+            where: the column of timestamps, for messages.
+        """
         if self.unit is None:
-            self._origin = where
+            self._origin = f"{where} is a timestamp"
             self._set("ms")
-            self.low = -INT64_MAX - 1
+        if self.unit == "ms":
+            return None
+        return (
+            f"timestamps become milliseconds, but this data set's times are in {_UNIT_NAMES[str(self.unit)]} ({self._origin}); "
+            "bring all files to one unit, or leave --time-unit s out"
+        )
 
     def _set(self, unit: str) -> None:
         self.unit = unit

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from turbogr.data.sources import cut
 from turbogr.data.sources.common import Clock, Intake, Kind, Place, cell_fault, expand
 from turbogr.data.sources.text import Layout, TextLog
 from turbogr.errors import DataError
@@ -46,10 +47,14 @@ class Sequences:
         for file in self.files:
             log = TextLog(file, Layout({}, " ", ("line",), quoted=False), _CLOCK)
             events = 0
+            last_column = cut.LastColumn()
             for block, first_line in log.blocks(intake):
                 table = self._parse(file, block, first_line)
                 events += len(table)
                 if len(table):
+                    self._check_end(
+                        table["item"], last_column, Place(file, first_line), block.endswith((b"\n", b"\r", b" ", b"\t"))
+                    )
                     yield table
             if events == 0:
                 raise Place(file, 1).error(None, "the file is empty; remove it from the arguments if that is right")
@@ -80,6 +85,17 @@ class Sequences:
         zeros = np.zeros(len(users), dtype=np.int64)
         columns = [users, ids.filter(pa.array(is_item)), pa.array(zeros), pa.array(zeros.astype(np.uint8))]
         return pa.table(columns, names=["user", "item", "time", "dropped"])
+
+    def _check_end(self, items: pa.ChunkedArray, last_column: cut.LastColumn, place: Place, ended: bool) -> None:
+        """Refuse a last line without a line break whose last item looks cut; it is a block of its own."""
+        if not ended:
+            complete, last = items[:-1], items[-1].as_py()
+            if len(complete):
+                last_column.add_ids(complete)
+            if last_column.id_is_cut(last):
+                raise place.error(f"item {len(items)}", cut.message("id", last))
+        else:
+            last_column.add_ids(items)
 
     def _raise_fault(self, file: Path, lines: list[bytes], first_line: int) -> None:
         kind = Kind.TEXT_ID if self.text_ids else Kind.ID

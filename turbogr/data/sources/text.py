@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
+from turbogr.data.sources import cut
 from turbogr.data.sources.common import Clock, Intake, Kind, Place, cell_fault, column_is_sound, shorten
 from turbogr.errors import DataError
 
@@ -27,7 +27,6 @@ _FOREIGN = {
 # Arrow's delimiter is one character; `::` becomes the one that ASCII has for this very purpose.
 _UNIT_SEPARATOR = "\x1f"
 _LONGEST_LINE = 1 << 24
-_NUMERIC_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class TextLog:
         path: the file.
         layout: how it is written.
         clock: the data set's clock, shared by its files.
-        inferred: the types of columns of kind INFERRED, shared by the data set's files; set by the first block.
+        inferred: the types of the columns of kind INFERRED, one in all of the data set's files.
     """
 
     path: Path
@@ -89,10 +88,12 @@ class TextLog:
             DataError: the first fault in the file, with its line and column.
         """
         rows = 0
+        last_column = cut.LastColumn()
         for block, first_line in self.blocks(intake):
             table = self._parse(block, first_line)
             rows += len(table)
             if len(table):
+                self._check_end(table, last_column, first_line, ended=block.endswith((b"\n", b"\r")))
                 yield table
         if rows == 0:
             what = "holds a header and no rows" if self._names and self.layout.names is None else "is empty"
@@ -180,7 +181,6 @@ class TextLog:
             raise  # unreachable; it tells the type checker that the line above does not return
         if len(table) == 0:
             return table
-        self._infer(table, block, first_line)
         for name, kind in layout.wanted.items():
             if kind is Kind.TIME:
                 # The first time decides the unit; a fault in it is then found like any other.
@@ -190,6 +190,19 @@ class TextLog:
             if kind is Kind.DECIMAL_TIME:
                 table = table.set_column(table.schema.get_field_index(name), name, table[name].cast(pa.int64()))
         return table
+
+    def _check_end(self, table: pa.Table, last_column: cut.LastColumn, line: int, ended: bool) -> None:
+        """Refuse a last line without a line break whose last cell looks cut; it is a block of its own."""
+        name = self._names[-1]
+        kind = self.layout.wanted.get(name)
+        if kind in (Kind.TIME, Kind.DECIMAL_TIME):
+            if not ended and last_column.time_is_cut(value := table[name][-1].as_py()):
+                raise self._at(line).error(name, cut.message("time", value))
+            last_column.add_times(table[name])
+        elif kind in (Kind.ID, Kind.TEXT_ID):
+            if not ended and last_column.id_is_cut(value := table[name][-1].as_py()):
+                raise self._at(line).error(name, cut.message("id", value))
+            last_column.add_ids(table[name])
 
     def _check_bytes(self, block: bytes, first_line: int) -> None:
         """Find what Arrow would forgive: lone carriage returns, careless quotes, hexadecimal numbers, the stand-in for `::`."""
@@ -211,21 +224,6 @@ class TextLog:
                 if fault is not None:
                     raise self._at(first_line + block.count(b"\n", 0, begin)).error(*fault)
                 start = block.find(mark, end)
-
-    def _infer(self, table: pa.Table, block: bytes, first_line: int) -> None:
-        """Fix the types of --where's columns, and refuse a column of numbers that one damaged cell turned into text."""
-        for name, kind in self.layout.wanted.items():
-            if kind is not Kind.INFERRED or name in self.inferred:
-                continue
-            found = table.schema.field(name).type
-            self.inferred[name] = pa.string() if pa.types.is_null(found) else found
-            if not pa.types.is_string(found):
-                continue
-            filled = table[name].filter(pc.not_equal(table[name], ""))
-            numeric = pc.match_substring_regex(filled, r"^\s*[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?\s*$")
-            if len(filled) and pc.mean(numeric.cast(pa.float64())).as_py() > _NUMERIC_SHARE:
-                self.inferred[name] = pa.float64()
-                self._raise_fault(block, first_line, f"column {name!r} holds numbers and text")
 
     def _raise_fault(self, block: bytes, first_line: int, reason: str) -> None:
         """Raise the error of the block's first fault, found line by line."""
@@ -288,11 +286,20 @@ class TextLog:
             if cell:
                 pa.array([cell.strip(" \t")]).cast(expected)
         except pa.ArrowInvalid:
-            return f"{shorten(cell)} is not of type {expected}, as the column's first rows are; --where would compare text"
+            return f"{shorten(cell)} is not of type {expected}, as most of the column is; --where would compare text"
         return None
 
     def _at(self, line: int) -> Place:
         return Place(self.path, line)
+
+
+def split_header(head: bytes, layout: Layout) -> list[str]:
+    """Split a header into the names of the columns.
+
+    Raises:
+        csv.Error: a quote is not closed, or stands inside a name.
+    """
+    return [name.strip() for name in layout.split(line_of(head.removesuffix(b"\r")))]
 
 
 def line_of(raw: bytes) -> str:
@@ -310,6 +317,6 @@ def read_header(path: Path, head: bytes, layout: Layout) -> list[str]:
     if not line.strip():
         raise Place(path, 1).error(None, "the header is empty")
     try:
-        return [name.strip() for name in layout.split(line)]
+        return split_header(head, layout)
     except csv.Error as error:
         raise Place(path, 1).error(None, f"a quote in the header is not closed: {shorten(line)}") from error

@@ -1,0 +1,80 @@
+"""The types of ``--where``'s columns in CSV, taken from all of their cells."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from turbogr.data.sources.common import Intake
+from turbogr.data.sources.text import TextLog
+
+_NUMERIC_SHARE = 0.5
+_NUMBER = r"^[+-]?[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?$"
+# The narrowest first. Times of day stay text, which orders them as well.
+_CANDIDATES = (
+    pa.int64(),
+    pa.bool_(),
+    pa.float64(),
+    pa.date32(),
+    pa.timestamp("s"),
+    pa.timestamp("ns"),
+)
+
+
+@dataclass
+class _Column:
+    """What the cells of one column allow so far."""
+
+    alive: list[pa.DataType] = field(default_factory=lambda: list(_CANDIDATES))
+    filled: int = 0
+    numbers: int = 0
+
+    def add(self, cells: pa.ChunkedArray) -> None:
+        cells = pc.ascii_trim(cells, " \t")
+        cells = cells.filter(pc.not_equal(cells, ""))
+        self.filled += len(cells)
+        self.numbers += int(pc.sum(pc.match_substring_regex(cells, _NUMBER)).as_py() or 0)
+        self.alive = [candidate for candidate in self.alive if _allows(cells, candidate)]
+
+    @property
+    def type(self) -> pa.DataType:
+        if self.filled and self.alive:
+            return self.alive[0]
+        # Mostly numbers: one damaged cell must not turn them into text. Reading finds the cell and names it.
+        return pa.float64() if self.filled and self.numbers / self.filled > _NUMERIC_SHARE else pa.string()
+
+
+def column_types(logs: Sequence[TextLog]) -> dict[str, pa.DataType]:
+    """Read the wanted columns of all files as text and find the narrowest type of every one that fits all of its cells.
+
+    A type that came from the first block would make what a condition means depend on where the blocks are cut, and would refuse
+    a later cell that is good.
+
+    Args:
+        logs: the files, with the columns of --where as the wanted ones.
+
+    Returns:
+        Types by name of column.
+
+    Raises:
+        DataError: a file cannot be read as a table.
+    """
+    columns: dict[str, _Column] = {}
+    for log in logs:
+        names = list(log.layout.wanted)
+        if not names:
+            continue
+        log.inferred = dict.fromkeys(names, pa.string())
+        for table in log.tables(Intake()):
+            for name in names:
+                columns.setdefault(name, _Column()).add(table[name])
+    return {name: column.type for name, column in columns.items()}
+
+
+def _allows(cells: pa.ChunkedArray, candidate: pa.DataType) -> bool:
+    try:
+        cells.cast(candidate)
+    except pa.ArrowInvalid:
+        return False
+    return True
