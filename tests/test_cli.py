@@ -1,5 +1,6 @@
 """The command line: what it accepts, what it refuses and how it says so, what a run leaves behind."""
 
+import contextlib
 import csv
 import logging
 import os
@@ -15,6 +16,7 @@ import yaml
 
 from tests.data.make import write_prepared
 from turbogr.cli import main
+from turbogr.trainer_cli import TurboGRCLI
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SMALL = [
@@ -128,6 +130,19 @@ def test_data_is_dispatched(capsys):
         ),
         (["--trainer.max_epochs=three"], "trainer.max_epochs: 'three' is not accepted, expected int or null"),
         (["--data.protocol=two_way"], "data.protocol"),
+        (["--model.optimizer.lrr=1"], "model.optimizer: torch.optim.AdamW has no option lrr; did you mean lr?"),
+        (["--model.optimizer.weightdecay=1"], "torch.optim.AdamW has no option weightdecay; did you mean weight_decay?"),
+        (
+            ["--model.optimizer=AdamWW"],
+            "model.optimizer: AdamWW is neither a class path nor the name of a known class; did you",
+        ),
+        (["--model.optimizer.lr=x"], "model.optimizer.init_args.lr: 'x' is not accepted, expected float"),
+        (
+            ["--model.scheduler=StepLR", "--model.scheduler.step_siz=3"],
+            "model.scheduler: torch.optim.lr_scheduler.StepLR has no option step_siz; did you mean step_size?",
+        ),
+        (["--model.scheduler=StepLRR"], "known class; did you mean StepLR?"),
+        (["--model.scheduler=StepLR"], "model.scheduler.init_args.step_size must be given"),
     ],
 )
 def test_wrong_option_on_the_command_line(args, message, prepared, capsys):
@@ -148,12 +163,33 @@ def test_wrong_option_on_the_command_line(args, message, prepared, capsys):
             "model.embeddings.init_args.optimizer: turbogr.sparse.optimizers.AdaGrad has no option epss; did you mean eps?",
         ),
         ("data: {batch_size: many}", "data.batch_size: 'many' is not accepted, expected int"),
+        (
+            "model: {optimizer: {class_path: torch.optim.AdamW, init_args: {lrr: 1}}}",
+            "model.optimizer: torch.optim.AdamW has no option lrr; did you mean lr?",
+        ),
     ],
 )
 def test_wrong_option_in_a_file(text, message, prepared, capsys):
     Path("wrong.yaml").write_text(text)
     code, line = fails(["fit", f"--data.path={prepared}", "-c", "wrong.yaml"], capsys)
     assert code == 2
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  backbone: [\n", "wrong.yaml, line 3, column 1: not valid YAML"),
+        ("", "wrong.yaml is empty"),
+        ("# nothing yet\n", "wrong.yaml is empty"),
+        ("- trainer\n", "wrong.yaml holds a list"),
+    ],
+)
+@pytest.mark.parametrize("option", [["-c", "wrong.yaml"], ["--config=wrong.yaml"]])
+def test_file_that_is_no_configuration(text, message, option, prepared, capsys):
+    Path("wrong.yaml").write_text(text)
+    code, line = fails(["fit", f"--data.path={prepared}", *option], capsys)
+    assert code == 1
     assert message in line
 
 
@@ -200,20 +236,39 @@ def test_backbone_follows_the_length_of_the_data(prepared, capsys):
     assert "max_length is 34 and data.max_length is 33" in line
 
 
+@pytest.mark.parametrize("option", ["--model.backbone.max_length=200", "--model.backbone.init_args.max_length 200"])
+def test_backbone_that_asks_for_its_default_length_is_refused_too(option, prepared, capsys):
+    code, line = fails(["fit", f"--data.path={prepared}", *SMALL, *option.split()], capsys)
+    assert code == 1
+    assert "max_length is 200 and data.max_length is 20" in line
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--model.backbone.num_heads=3"], "dim 16 is not divisible by num_heads 3"),
-        (["--model.top_k=[41]"], "K = 41 is impossible for a catalogue of 40 items"),
+        (["--model.top_k=[10,41]"], "K = 41 is impossible for a catalogue of 40 items"),
         (["--data.num_negatives=41"], "num_negatives is 41"),
         (["--data.path=absent"], "absent"),
         (["--trainer.accelerator=cuda"], "CUDA"),
         (["--trainer.max_epochs=0"], "not a single training step was done"),
+        (["--trainer.precision=64-true"], "use 32-true or bf16-mixed"),
+        (["--trainer.precision=bf16-true"], "use 32-true or bf16-mixed"),
+        (["--seed_everything=-3"], "seed_everything is -3"),
+        (["--model.seed=-1"], "model.seed is -1"),
+        (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches is 0"),
+        (["--trainer.accelerator=tpu"], "the trainer cannot be built"),
+        (["--trainer.strategy=fsdp"], "requires a GPU"),
+        (["--trainer.strategy=nonsense"], "invalid strategy"),
+        (["--trainer.default_root_dir=afile/run"], "afile is no folder"),
+        (["--checkpoint.monitor=val/NDGC@10"], "checkpoint.monitor is val/NDGC@10"),
+        (["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=val/loss"], "EarlyStopping is val/loss"),
     ],
 )
 def test_users_error_is_one_line_without_traceback(args, message, prepared, capsys):
     if "--trainer.accelerator=cuda" in args and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
+    Path("afile").touch()
     with pytest.raises(SystemExit) as stopped:
         main(["fit", f"--data.path={prepared}", *SMALL, *args])
     err = capsys.readouterr().err
@@ -221,6 +276,21 @@ def test_users_error_is_one_line_without_traceback(args, message, prepared, caps
     assert err.splitlines()[-1].startswith("turbogr fit: error: ")
     assert message in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("top_k", "monitor"), [("[5,20]", "val/NDCG@5"), ("[20,30]", "val/NDCG@20"), ("[1,10]", "val/NDCG@10")]
+)
+def test_monitor_follows_top_k(top_k, monitor, prepared):
+    built = Built("fit", [f"--data.path={prepared}", *SMALL, f"--model.top_k={top_k}"])
+    assert built.config["fit"].checkpoint.monitor == monitor
+
+
+class Built(TurboGRCLI):
+    """Builds everything and runs nothing."""
+
+    def _run_subcommand(self, subcommand):
+        pass
 
 
 # A run and what follows it.
@@ -281,6 +351,108 @@ def test_run_folder_and_everything_that_uses_it(prepared, capsys):
     capsys.readouterr()
     main(["fit", "-c", "run/config.yaml", "--ckpt_path=last", "--trainer.max_epochs=3"])
     assert "resuming from run/checkpoints/last.ckpt" in capsys.readouterr().err
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_earlier_run_is_kept_until_the_new_one_has_begun(prepared, capsys):
+    fit(prepared)
+    before = contents(Path("run"))
+    assert "checkpoints/best.ckpt" in before
+    for wrong in ("--trainer.max_epochs=0", "--trainer.fast_dev_run=1", "--model.seed=-1"):
+        with contextlib.suppress(SystemExit):
+            fit(prepared, "--overwrite", wrong)
+        assert contents(Path("run")) == before, wrong
+    # In a child: two devices start a second process.
+    options = [f"--data.path={prepared}", "--trainer.default_root_dir=run", *SMALL, "--overwrite", "--trainer.devices=2"]
+    assert child([sys.executable, "-m", "turbogr", "fit", *options], start_new_session=True).returncode == 1
+    assert contents(Path("run")) == before
+    # there is nothing to replace a run with that is to be gone on with
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        fit(prepared, "--overwrite", "--ckpt_path=last", "--trainer.max_epochs=3")
+    assert "--overwrite would delete the run that --ckpt_path" in capsys.readouterr().err
+    assert contents(Path("run")) == before
+    # negative control
+    fit(prepared, "--overwrite", "--trainer.max_steps=1")
+    after = contents(Path("run"))
+    assert after["config.yaml"] != before["config.yaml"]
+    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 1
+
+
+def test_other_model_cannot_be_resumed(prepared, capsys):
+    fit(prepared)
+    before = contents(Path("run"))
+    resume = ["--ckpt_path=last", "--trainer.max_epochs=3"]
+    for option, message in (
+        ("--model.optimizer.lr=0.5", "model.optimizer.init_args.lr was 0.001 and is 0.5"),
+        ("--model.embeddings.optimizer.lr=0.5", "model.embeddings.init_args.optimizer.init_args.lr was 0.001 and is 0.5"),
+        ("--model.backbone.dim=32", "model.backbone.init_args.dim was 16 and is 32"),
+        ("--model.seed=3", "model.seed was None and is 3"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            fit(prepared, *resume, option)
+        assert stopped.value.code == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"cannot be resumed: {message}. " in line
+        assert contents(Path("run")) == before
+    fit(prepared, *resume, "--model.top_k=[1,5,10]", "--model.predict_k=3")
+    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["epoch"] == 2
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    assert "data.* and model.* must be as they were" in " ".join(capsys.readouterr().out.split())
+
+
+def test_stop_within_an_epoch_is_resumed(prepared):
+    fit(prepared, "--trainer.max_steps=6")  # of 4 steps an epoch
+    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
+    fit(prepared, "--ckpt_path=last", "--trainer.max_epochs=3")
+    fit(prepared, "--trainer.default_root_dir=whole", "--trainer.max_epochs=3")
+    one, other = (torch.load(f"{folder}/checkpoints/last.ckpt", weights_only=True) for folder in ("run", "whole"))
+    assert one["global_step"] == other["global_step"] == 12
+    assert all(torch.equal(tensor, one["state_dict"][name]) for name, tensor in other["state_dict"].items())
+
+
+def test_fewer_steps_than_are_logged(prepared, capsys):
+    fit(prepared, "--trainer.max_steps=3")
+    assert "run/checkpoints/last.ckpt" in capsys.readouterr().out
+
+
+def test_first_lines_say_what_is_trained(prepared, capsys):
+    main(["fit", f"--data.path={prepared}", "--trainer.max_steps=1", *SMALL[:-1]])
+    err = capsys.readouterr().err
+    assert "item table of 40 rows x 16, 2.6 kB and 5.1 kB of its LazyAdam" in err
+    assert err.count("HSTU: ") == 1
+    data = Built("fit", [f"--data.path={prepared}", *SMALL, "--trainer.default_root_dir=other"]).datamodule
+    tokens = sum(batch.num_tokens for batch in data.train_dataloader())
+    assert f"data: 60 users, 40 items, {tokens} training tokens an epoch" in err
+    assert "Non-trainable" not in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_terminal_keeps_the_final_table(prepared):
+    import pty
+
+    options = [f"--data.path={prepared}", "--trainer.default_root_dir=run", "--trainer.max_epochs=2", *SMALL]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "xterm"}
+    outer, inner = pty.openpty()
+    command = [sys.executable, "-m", "turbogr", "fit", *options]
+    with subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environment) as process:
+        os.close(inner)
+        chunks = []
+        # Linux reports the other end's closing as an error.
+        with contextlib.suppress(OSError):
+            while chunk := os.read(outer, 65536):
+                chunks.append(chunk)
+    os.close(outer)
+    screen = b"".join(chunks).decode()
+    assert process.returncode == 0, screen
+    table = screen[screen.index("Training finished") :]
+    assert "run/checkpoints/last.ckpt" in table
+    assert "Epoch 2/2" in screen, "there was a bar, and it counts from 1"
+    assert not any(control in table for control in ("Epoch", "\x1b[2K", "\x1b[1A")), "and it is gone before the table comes"
 
 
 def _csv_values(path: Path) -> list[dict[str, float]]:

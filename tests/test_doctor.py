@@ -121,6 +121,12 @@ def test_companions_are_printed_alone_for_pip():
     assert all("==" in text for text in run.stdout.split())
 
 
+def test_abbreviated_option_is_refused():
+    run = run_doctor(args=("--comp",))
+    assert run.returncode == 2
+    assert "unrecognized arguments: --comp" in run.stderr
+
+
 def test_build_of_fbgemm_follows_the_build_of_torch(monkeypatch):
     monkeypatch.setattr(doctor, "_torch_cuda", lambda: "12.8")
     assert doctor.companions()[1].startswith("fbgemm-gpu==")

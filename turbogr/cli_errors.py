@@ -16,7 +16,13 @@ _NO_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
 _NO_MODULE = re.compile(r"No module named '([^']+)'")
 _EXPECTED = re.compile(r"Expected an? (?:<class '([^']+)'>|([^\n]+?))(?:\. Got value: .*)?$", re.MULTILINE)
 _SUBTYPES = re.compile(r"Subtypes: \[<class '([^']+)'>")
-_GIVEN = re.compile(r"(?:Given|Got) value: (.*)")
+_CALLABLE = re.compile(r"Callable\[\[.*\], ([\w.]+)\]")
+_PATH_EXPECTED = re.compile(r"Expected a dot import path string: (\S+)")
+_NAMESPACE = re.compile(r"Namespace\(class_path='([^']+)'")
+_NESTED = re.compile(r"NestedArg\(key='[^']*', val='?(.*?)'?\)")
+_FACTORIES = ("torch.optim.optimizer.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
+"""What the options that take a class rather than an object make: jsonargparse does not always say which of them it wanted."""
+_GIVEN = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _REQUIRED = re.compile(r"the following arguments are required: (.+)")
 _LINK = re.compile(r"Call to compute_fn of link .* failed: (.*)", re.DOTALL)
 
@@ -33,7 +39,7 @@ def explain(message: str, known: Iterable[str]) -> str:
     elif match := _UNKNOWN_KEY.search(message):
         text = unknown_option(f"{match['group']}.{match['key']}" if match["group"] else match["key"], known)
     elif match := _NOT_ACCEPTED.search(message):
-        text = _unknown_class_option(match[1], message[: match.start()], known)
+        text = _unknown_class_option(match[1], message[: match.start()], message[match.end() :], known)
     elif match := _NO_ATTRIBUTE.search(message):
         names = [name for name, value in vars(import_module(match[1])).items() if inspect.isclass(value)]
         text = f"{_keys(message, match.start())}: there is no {match[1]}.{match[2]}{_did_you_mean(match[2], names)}"
@@ -43,7 +49,8 @@ def explain(message: str, known: Iterable[str]) -> str:
         text = match[1]
     elif match := _REQUIRED.search(message):
         # Keys of a subcommand start with its name.
-        options = " ".join("--" + key.split(".", 1)[-1] for key in re.split(r",\s*", match[1]))
+        names, owner = re.split(r",\s*", match[1]), _keys(message, match.start())
+        options = " ".join(f"{owner}.init_args.{name}" if owner else "--" + name.split(".", 1)[-1] for name in names)
         text = f"{options} must be given, on the command line or in a configuration file"
     else:
         text = _wrong_value(message)
@@ -79,27 +86,32 @@ def unknown_option(key: str, known: Iterable[str], dashes: bool = False) -> str:
     return f"there is no option {given}; valid here: {', '.join(siblings) or 'none'}"
 
 
-def _unknown_class_option(option: str, before: str, known: Iterable[str]) -> str:
+def _unknown_class_option(option: str, before: str, after: str, known: Iterable[str]) -> str:
     """An option that the constructor of a class does not take."""
-    classes = _CLASS_PATH.findall(before)
+    # Where a class is asked for and not an object of it, its name stands behind.
+    classes = _CLASS_PATH.findall(before) or _NAMESPACE.findall(after)[:1]
     if not classes:
         return unknown_option(option, known)
     module, _, name = classes[-1].rpartition(".")
     parameters = [p for p in inspect.signature(getattr(import_module(module), name)).parameters if p != "self"]
+    if _CALLABLE.search(before):
+        parameters = parameters[1:]  # the model gives the first one: the parameters, or the optimizer
     hint = _did_you_mean(option, parameters) or f"; it takes {', '.join(parameters) or 'no option'}"
     return f"{_keys(before)}: {classes[-1]} has no option {option}{hint}"
 
 
 def _wrong_value(message: str) -> str:
     """A value of a wrong type, or anything else: without the usage text, in one line."""
-    keys, given = _keys(message), _GIVEN.findall(message)
+    keys = _keys(message)
+    given = [_NESTED.sub(r"\1", value) for value in _GIVEN.findall(message) or _PATH_EXPECTED.findall(message)]
     expected = list(dict.fromkeys(a or b for a, b in _EXPECTED.findall(message)))
-    if keys and given and any("import path" in text for text in expected):
-        base = _SUBTYPES.findall(message)
-        hint = _did_you_mean(given[-1], [c.__name__ for c in _subclasses(base[-1])] if base else [])
+    types = [text for text in expected if "import path" not in text and not text.startswith("path but")]
+    if keys and given and len(types) < len(expected) and set(types) <= {"NoneType"}:
+        bases = _SUBTYPES.findall(message) or _CALLABLE.findall(message) or _FACTORIES
+        hint = _did_you_mean(given[-1], [c.__name__ for base in bases for c in _subclasses(base)])
         return f"{keys}: {given[-1]} is neither a class path nor the name of a known class{hint}"
-    if keys and given and expected:
-        wanted = " or ".join("null" if text == "NoneType" else text for text in expected)
+    if keys and given and types:
+        wanted = " or ".join("null" if text == "NoneType" else text for text in types)
         return f"{keys}: {given[-1]!r} is not accepted, expected {wanted}"
     return " ".join(message.split())
 

@@ -89,6 +89,7 @@ def main(args: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="turbogr doctor",
+        allow_abbrev=False,  # a misspelt option must not be taken for one that starts like it
         description="Shows what is installed, what is expected, the back end of each operator, and how to mend problems.",
     )
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,11 +72,21 @@ class RunFolder:
                 "--overwrite, or choose another folder with --trainer.default_root_dir"
             )
 
-    def remove_earlier_run(self) -> None:
-        """Deletes an earlier run's files, and nothing else that may lie in the folder."""
+    def files_to_replace(self) -> list[Path]:
+        """All that an earlier run left, and nothing else that may lie in the folder."""
         reports = [self.path / name for name in ("report.png", "test.json", "test.png", "predictions.parquet")]
-        for file in [*self.earlier_run(), *reports, *(self.path / "tensorboard").rglob("events.out.tfevents.*")]:
-            file.unlink(missing_ok=True)
+        events = (self.path / "tensorboard").rglob("events.out.tfevents.*")
+        return [file for file in [*self.earlier_run(), *reports, *events] if file.exists()]
+
+    def refuse_unwritable(self) -> None:
+        """Raises ConfigurationError if the folder can neither be written nor created."""
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            reason = "may not be written" if there.is_dir() else "is no folder"
+            raise ConfigurationError(
+                f"the run cannot be written to {self.path}: {there} {reason}; choose another folder with "
+                "--trainer.default_root_dir"
+            )
 
 
 class Checkpoint:

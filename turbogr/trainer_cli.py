@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import logging
 import os
 import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported so that their short names ("SASRec") are accepted where a class path is.
 import turbogr.models.sasrec  # noqa: F401
 from turbogr.callbacks.predictions import PredictionWriter
-from turbogr.callbacks.progress import EpochLines
+from turbogr.callbacks.progress import EpochBar, EpochLines
 from turbogr.callbacks.report import Report
 from turbogr.callbacks.resume import LastCheckpoint, TrainingInterrupted
+from turbogr.callbacks.run_start import ReplaceEarlierRun
+from turbogr.callbacks.summary import Summary
 from turbogr.callbacks.throughput import Throughput
+from turbogr.cli_checks import check_file, check_max_length, check_numbers, model_differences, one_max_length, settle_monitor
 from turbogr.cli_errors import explain
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError, TurboGRError
@@ -37,6 +36,11 @@ from turbogr.resources import recipes_dir
 from turbogr.run_folder import BEST, CONFIG_KEY, Checkpoint, RunFolder
 
 DEFAULT_SEED = 42
+CKPT_HELP = (
+    "Checkpoint: best (of the run folder; the default), last, or a file.",
+    "Go on from this checkpoint: last or best of the run folder, or a file. data.* and model.* must be as they were, but for "
+    "model.top_k and model.predict_k; trainer.* may change.",
+)
 # Keys that say what one call does, not what is trained: they have no place in a configuration that is used again.
 _CALL_KEYS = ("config", "ckpt_path", "weights_only", "overwrite")
 
@@ -98,10 +102,16 @@ class SaveConfig(SaveConfigCallback):
             config.pop(key, None)
         return self.parser.dump(config, skip_unset=False, skip_validation=True)
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Not yet: a run that fails before its first step must leave the configuration of the one before."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes it."""
+        if trainer.is_global_zero:
+            self.save_config(trainer, pl_module, "fit")
+
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Called by Lightning on rank 0, before training."""
-        if stage != "fit":
-            return
+        """Writes config.yaml."""
         path = RunFolder(Path(trainer.default_root_dir)).config
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
@@ -122,7 +132,7 @@ class TurboGRCLI(LightningCLI):
     """
 
     def __init__(self, command: str, args: list[str]) -> None:
-        self.command = command
+        self.command, self.args = command, args
         base = str(recipes_dir() / "base.yaml")
         super().__init__(
             GenerativeRetriever,
@@ -154,14 +164,22 @@ class TurboGRCLI(LightningCLI):
                 "--overwrite",
                 type=bool,
                 default=False,
-                help="Replace an earlier run in the same folder.",
+                help="Replace an earlier run in the same folder, as soon as the first step begins.",
                 nargs="?",
                 const=True,
             )
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = CKPT_HELP[subcommand == "fit"]
+        return parser
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """As Lightning's, without its warning that sys.argv was not used."""
         self.config = parser.parse_args(args)
+        check_numbers(self.config[self.command])
         if self.command == "predict":
             # The writer has them on disk; keeping them in memory as well serves nobody here.
             self.config[self.command]["return_predictions"] = False
@@ -174,6 +192,7 @@ class TurboGRCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Settles the run folder and the checkpoint before anything is built."""
         config = self.config[self.command]
+        check_max_length(self.args, config.data.max_length)
         self.folder = RunFolder(Path(config.trainer.default_root_dir or default_run_folder(config)))
         config.trainer.default_root_dir = str(self.folder.path)
         config.checkpoint.dirpath = config.checkpoint.dirpath or str(self.folder.checkpoints)
@@ -184,8 +203,25 @@ class TurboGRCLI(LightningCLI):
         self.resuming = self.checkpoint is not None and self.checkpoint.path.resolve().is_relative_to(
             self.folder.path.resolve()
         )
-        if self.command == "fit" and not (self.resuming or config.overwrite or config.trainer.fast_dev_run):
+        if self.command != "validate":
+            self.folder.refuse_unwritable()
+        if self.command == "fit":
+            self._check_fit(config)
+
+    def _check_fit(self, config: Namespace) -> None:
+        settle_monitor(config)
+        if config.overwrite and self.resuming:
+            raise ConfigurationError(
+                f"--overwrite would delete the run that --ckpt_path {config.ckpt_path} goes on from: give one of the two "
+                "(--overwrite=false where a configuration file asks for it)"
+            )
+        if not (self.resuming or config.overwrite or config.trainer.fast_dev_run):
             self.folder.refuse_earlier_run()
+        if self.checkpoint is not None and (differences := self._model_differences(self.checkpoint, all_options=False)):
+            raise ConfigurationError(
+                f"{self.checkpoint.path} cannot be resumed: {'; '.join(differences)}. A resumed run keeps the model and the "
+                "optimizers that it was begun with; restore these options, or start a new run"
+            )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds what a run has without being asked: progress, throughput, Ctrl-C."""
@@ -194,26 +230,31 @@ class TurboGRCLI(LightningCLI):
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
         if self.command == "fit":
             callbacks += [Throughput(), LastCheckpoint(self.folder.checkpoint("last"))]
+            if self.config[self.command].overwrite and not config.fast_dev_run:
+                callbacks.insert(0, ReplaceEarlierRun(self.folder.files_to_replace()))
+            if config.enable_model_summary is None:
+                config.enable_model_summary = False  # its table calls the item table, which is trained, non-trainable
+                callbacks.append(Summary())
         has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
         if config.enable_progress_bar is not False and not has_bar:
             if sys.stderr.isatty():
-                callbacks.append(RichProgressBar(leave=False))
+                callbacks.append(EpochBar())
             else:
                 config.enable_progress_bar = False
                 callbacks.append(EpochLines())
         config.callbacks = callbacks
         if config.logger is None:
             config.logger = False  # Report brings metrics.csv, and TensorBoard where that is installed
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, ModuleNotFoundError) as error:
+            # Lightning's own words for an accelerator, a strategy or a precision that this machine does not have
+            raise ConfigurationError(f"the trainer cannot be built: {' '.join(str(error).split())}") from error
 
     def before_fit(self) -> None:
-        """Makes room for the new run, or says what it goes on from."""
-        if not self.trainer.is_global_zero:
-            return
+        """Says what the run goes on from."""
         if self.checkpoint is not None:
-            print(f"resuming from {self.checkpoint.describe()}", file=sys.stderr)
-        elif self.config[self.command].overwrite and not self.config[self.command].trainer.fast_dev_run:
-            self.folder.remove_earlier_run()
+            self._say("resuming from")
 
     def before_validate(self) -> None:
         """Says what is evaluated."""
@@ -244,33 +285,11 @@ class TurboGRCLI(LightningCLI):
                 f"configuration it was trained with: -c {self.folder.config} (the checkpoint holds it too, as {CONFIG_KEY!r})"
             ) from error
 
-    def _model_differences(self, checkpoint: Checkpoint) -> list[str]:
+    def _model_differences(self, checkpoint: Checkpoint, all_options: bool = True) -> list[str]:
         if checkpoint.config is None:
             return []
         own = self._parser(self.command).dump(self.config[self.command], skip_unset=False, skip_validation=True)
-        then, now = (dict(flat(yaml.safe_load(text)["model"], "model")) for text in (checkpoint.config, own))
-        keys = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key))
-        return [f"{key} was {then.get(key)!r} and is {now.get(key)!r}" for key in keys]
-
-
-def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a nested configuration."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from flat(inner, f"{key}.{name}")
-    else:
-        yield key, value
-
-
-def one_max_length(max_length: int, backbone: Any) -> int:
-    """The data's max_length, for the backbone; refuses a backbone that asks for another one."""
-    asked = backbone.get("init_args", {}).get("max_length") if isinstance(backbone, Namespace | dict) else None
-    if asked not in (None, max_length, _default_max_length(backbone)):
-        raise ConfigurationError(
-            f"model.backbone.init_args.max_length is {asked} and data.max_length is {max_length}: give data.max_length alone, "
-            "the backbone follows it"
-        )
-    return max_length
+        return model_differences(checkpoint.config, own, all_options)
 
 
 def find_recipes(args: list[str]) -> list[str]:
@@ -319,7 +338,10 @@ def default_run_folder(config: Namespace) -> Path:
 
 
 def _recipe(name: str) -> str:
-    if Path(name).exists() or ":" in name or "\n" in name:  # a configuration may also be given as YAML text
+    if Path(name).exists():
+        check_file(Path(name))
+        return name
+    if ":" in name or "\n" in name:  # a configuration may also be given as YAML text
         return name
     folder = recipes_dir()
     packaged = folder / name.removeprefix("recipes/")
@@ -336,12 +358,6 @@ def _users_error(error: BaseException | None) -> TurboGRError | None:
     while error is not None and not isinstance(error, TurboGRError):
         error = error.__cause__ or error.__context__
     return error
-
-
-def _default_max_length(backbone: Any) -> Any:
-    module, _, name = str(backbone["class_path"]).rpartition(".")
-    parameter = inspect.signature(getattr(import_module(module), name)).parameters.get("max_length")
-    return None if parameter is None else parameter.default
 
 
 def _chosen(parser: Any) -> Any:

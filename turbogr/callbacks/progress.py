@@ -1,4 +1,4 @@
-"""EpochLines: progress for logs and pipes, where a bar would be a mess: one line an epoch."""
+"""Progress: a bar for terminals, and one line an epoch for logs and pipes, where a bar would be a mess."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import sys
 import time
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+
+
+class EpochBar(RichProgressBar):
+    """Lightning's bar, on stderr, and counting epochs from 1 as everything else here does."""
+
+    def __init__(self) -> None:
+        super().__init__(leave=False, console_kwargs={"stderr": True})
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        # As wide as the line of validation, lest the bar jump.
+        return f"Epoch {current_epoch + 1}{_of_epochs(self.trainer)}".ljust(len(self.validation_description))
 
 
 class EpochLines(Callback):
@@ -27,10 +39,13 @@ class EpochLines(Callback):
         """Prints the line."""
         if not trainer.is_global_zero:
             return
-        of = f"/{trainer.max_epochs}" if trainer.max_epochs is not None and trainer.max_epochs > 0 else ""
         values = [
             f"{name} {float(trainer.callback_metrics[name]):.4f}" for name in self.metrics if name in trainer.callback_metrics
         ]
         elapsed = time.monotonic() - self._start
-        line = f"epoch {trainer.current_epoch + 1}{of}, step {trainer.global_step}, {elapsed:.0f} s"
+        line = f"epoch {trainer.current_epoch + 1}{_of_epochs(trainer)}, step {trainer.global_step}, {elapsed:.0f} s"
         print("  ".join([line, *values]), file=sys.stderr, flush=True)
+
+
+def _of_epochs(trainer: Trainer) -> str:
+    return f"/{trainer.max_epochs}" if trainer.max_epochs is not None and trainer.max_epochs > 0 else ""

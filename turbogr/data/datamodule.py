@@ -105,6 +105,12 @@ class SequenceDataModule(LightningDataModule):
         return self.prepared.num_users
 
     @property
+    def num_training_tokens(self) -> int:
+        """T of an epoch: the newest `max_length` tokens of every user who has two training events or more."""
+        events = np.diff(np.asarray(self.prepared.offsets)) - HELD_OUT[self.protocol]["validation"]
+        return int(np.clip(events - 1, 0, self.max_length).sum())
+
+    @property
     def seed(self) -> int:
         """The seed in use: the option, else Lightning's global seed, else 0."""
         return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))

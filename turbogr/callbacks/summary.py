@@ -1,0 +1,47 @@
+"""Summary: what is about to be trained, and on what, in two lines."""
+
+from __future__ import annotations
+
+import sys
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from turbogr.data.datamodule import SequenceDataModule
+from turbogr.models.retriever import GenerativeRetriever
+
+
+class Summary(Callback):
+    """Prints the sizes of the model and of the data to stderr when `fit` begins.
+
+    In place of Lightning's table, which says that the item table is not trained: its rows have an optimizer of their own.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the lines, once."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if (
+            not trainer.is_global_zero
+            or not isinstance(pl_module, GenerativeRetriever)
+            or not isinstance(data, SequenceDataModule)
+        ):
+            return
+        dense = sum(parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad)
+        table = pl_module.embeddings
+        rows, width = table.weight.shape
+        state = sum(buffer.nbytes for buffer in table.optimizer.buffers())
+        lines = [
+            f"{type(pl_module.backbone).__name__}: {dense:,} dense parameters; item table of {rows:,} rows x {width}, "
+            f"{in_bytes(table.weight.nbytes)} and {in_bytes(state)} of its {type(table.optimizer).__name__}",
+            f"data: {data.num_users:,} users, {data.num_items:,} items, {data.num_training_tokens:,} training tokens an epoch",
+        ]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes for people, in decimal units."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
