@@ -1,5 +1,6 @@
 """Raw logs for tests, and a plain-Python preparation to compare with."""
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ def write_triples(file: Path, triples: Iterable[tuple[int, int, int]]) -> Path:
     """(user, item, time) as MovieLens's u.data."""
     file.write_text("".join(f"{user}\t{item}\t3\t{time}\n" for user, item, time in triples), encoding="ascii")
     return file
+
+
+def some_triples(seed: int = 0, users: int = 20, events: int = 400) -> list[tuple[int, int, int]]:
+    rng = random.Random(seed)
+    return [(rng.randrange(users), rng.randrange(30), 900_000_000 + rng.randrange(15)) for _ in range(events)]
 
 
 def naive_histories(

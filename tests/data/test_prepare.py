@@ -1,27 +1,21 @@
-"""`prepare`: counts on real logs, order of ties, content hash, options, and a folder that appears whole or not at all."""
+"""`prepare`: counts on real logs, order of ties, filters, and the content hash."""
 
 import csv
-import errno
 import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
 
-import duckdb
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 
-from tests.data.logs import START_MS, Event, naive_histories, stored_histories, write_kuairand, write_triples
-from turbogr.data.commands import main
-from turbogr.data.filtering import EventStore
+from tests.data.logs import START_MS, Event, naive_histories, some_triples, stored_histories, write_kuairand, write_triples
 from turbogr.data.prepare import PrepareOptions, prepare
 from turbogr.data.prepared import PreparedData
-from turbogr.errors import ConfigurationError, DataError
+from turbogr.errors import DataError
 
 SIGNALS = ["is_click", "is_like", "is_follow", "is_comment", "is_forward", "long_view"]
 
@@ -32,11 +26,6 @@ def counted(triples):
         "users": len({user for user, _, _ in triples}),
         "items": len({item for _, item, _ in triples}),
     }
-
-
-def some_triples(seed=0, users=20, events=400):
-    rng = random.Random(seed)
-    return [(rng.randrange(users), rng.randrange(30), 900_000_000 + rng.randrange(15)) for _ in range(events)]
 
 
 def test_real_kuairand_counts(shared_data, tmp_path):
@@ -205,190 +194,6 @@ def test_nobody_left(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-WRONG = {
-    "movielens": {
-        "signals": ("is_click",),
-        "keep_hated": True,
-        "user": "u",
-        "where": "1",
-        "time_unit": "s",
-        "string_ids": True,
-    },
-    "kuairand": {"min_rating": 1.0, "item": "i", "time": "t"},
-    "sequences": {"min_rating": 1.0, "where": "1"},
-}
-
-
-@pytest.mark.parametrize(("source", "option"), [(source, option) for source in WRONG for option in WRONG[source]])
-def test_options_of_another_source_are_refused(tmp_path, source, option):
-    with pytest.raises(ConfigurationError, match=f"--{option.replace('_', '-')} is an option of .*, not of {source}"):
-        prepare(source, [tmp_path], tmp_path / "out", PrepareOptions(**{option: WRONG[source][option]}))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"k_core": -1}, {"k_core_passes": 0}, {"max_length": 2}, {"repeats": "some"}, {"protocol": "two"}, {"time_unit": "us"}],
-    ids=str,
-)
-def test_impossible_options(options):
-    with pytest.raises(ConfigurationError, match="--" + next(iter(options)).replace("_", "-")):
-        PrepareOptions(**options)
-
-
-def test_impossible_calls(tmp_path):
-    file = write_triples(tmp_path / "u.data", some_triples())
-    with pytest.raises(ConfigurationError, match="unknown source 'movielense'"):
-        prepare("movielense", [file], tmp_path / "out")
-    with pytest.raises(ConfigurationError, match="no path"):
-        prepare("movielens", [], tmp_path / "out")
-    with pytest.raises(ConfigurationError, match="needs --item, --time"):
-        prepare("events", [file], tmp_path / "out", PrepareOptions(user="u"))
-    with pytest.raises(ConfigurationError, match="three different columns"):
-        prepare("events", [file], tmp_path / "out", PrepareOptions(user="u", item="u", time="t"))
-    with pytest.raises(ConfigurationError, match="--memory-limit is 'much'"):
-        prepare("movielens", [file], tmp_path / "out", PrepareOptions(memory_limit="much"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["u.data"]
-
-
-def test_output_folder(tmp_path):
-    file = write_triples(tmp_path / "u.data", some_triples())
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match="full: the output folder is not empty"):
-        prepare("movielens", [file], tmp_path / "full")
-    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
-    with pytest.raises(DataError, match=r"u\.data: the output folder is a file"):
-        prepare("movielens", [file], file)
-    with pytest.raises(DataError, match="cannot be made"):
-        prepare("movielens", [file], file / "inside")
-    (tmp_path / "empty").mkdir()
-    prepare("movielens", [file], tmp_path / "empty")
-    PreparedData.open(tmp_path / "empty")
-    prepare("movielens", [file], tmp_path / "new" / "deep")
-    PreparedData.open(tmp_path / "new" / "deep")
-    assert oct((tmp_path / "empty").stat().st_mode) == oct((tmp_path / "full").stat().st_mode)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["deep"]
-
-
-def test_output_folder_filled_meanwhile(tmp_path, monkeypatch):
-    real = EventStore.counts
-
-    def somebody_else(store):
-        (tmp_path / "out").mkdir(exist_ok=True)
-        (tmp_path / "out" / "theirs.txt").write_text("theirs")
-        return real(store)
-
-    monkeypatch.setattr(EventStore, "counts", somebody_else)
-    with pytest.raises(DataError, match=r"cannot be written or read \(Directory not empty\)"):
-        prepare("movielens", [write_triples(tmp_path / "u.data", some_triples())], tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "u.data"]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs.txt"]
-
-
-def _full(*_args, **_kwargs):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def _duckdb_full(*_args, **_kwargs):
-    raise duckdb.IOException("IO Error: Could not write all bytes to file: No space left on device")
-
-
-@pytest.mark.parametrize(
-    ("place", "failure"),
-    [
-        ("turbogr.data.filtering.EventStore._write", _full),
-        ("turbogr.data.filtering.EventStore.fill", _duckdb_full),
-        ("turbogr.data.prepare.write_manifest", _full),
-        ("numpy.save", _full),
-    ],
-    ids=["while ordering", "in DuckDB", "manifest", "arrays"],
-)
-def test_disk_full_leaves_nothing(tmp_path, monkeypatch, place, failure):
-    file = write_triples(tmp_path / "u.data", some_triples())
-    monkeypatch.setattr(place, failure)
-    with pytest.raises(DataError, match="out: the disk is full"):
-        prepare("movielens", [file], tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["u.data"]
-
-
-def test_really_full_disk(tmp_path):
-    """A file system of 1 MB, where the machine allows to mount one."""
-    file = write_triples(tmp_path / "u.data", some_triples(events=200_000, users=500))
-    mount = tmp_path / "small"
-    mount.mkdir()
-    script = (
-        f"mount -t tmpfs -o size=1m tmpfs {mount} && "
-        f"{sys.executable} -m turbogr data prepare movielens {file} --out {mount}/out; "
-        f"echo rc $?; ls -A {mount} | wc -l"
-    )
-    probe = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", str(mount)], capture_output=True, check=False)
-    if probe.returncode != 0:
-        pytest.skip("this machine does not allow to mount a small file system")
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, check=False)
-    assert "the disk is full" in done.stderr, done.stderr
-    assert done.stdout.split() == ["rc", "1", "0"]
-
-
-@pytest.mark.parametrize("limit", ["100KB", "1MB"])
-def test_too_little_memory_is_said(tmp_path, limit):
-    """DuckDB's own words span lines and advise to give up the order of rows."""
-    file = write_triples(tmp_path / "u.data", some_triples(users=300, events=90_000))
-    with pytest.raises(ConfigurationError) as caught:
-        prepare("movielens", [file], tmp_path / "out", PrepareOptions(memory_limit=limit))
-    message = str(caught.value)
-    assert message.startswith(f"--memory-limit {limit} is too small for these logs; give more: 500MB")
-    assert "\n" not in message
-    assert "order" not in message
-    assert [path.name for path in tmp_path.iterdir()] == ["u.data"]
-
-
-def test_no_room_to_spill_is_a_full_disk(tmp_path, monkeypatch):
-    """DuckDB calls it out of memory, though more memory is not what was missing."""
-
-    def fail(database, *_args):
-        def work():
-            raise duckdb.OutOfMemoryException("failed to offload data block ('max_temp_directory_size' was reached)")
-
-        return database._run(work)
-
-    monkeypatch.setattr("turbogr.data.workspace.Database.batches", fail)
-    with pytest.raises(DataError, match="out: the disk is full"):
-        prepare("movielens", [write_triples(tmp_path / "u.data", some_triples())], tmp_path / "out")
-
-
-LONG_WORK = {
-    "in Python": "import time; time.sleep(600)",
-    "in DuckDB": "self._database.execute('SELECT count(*) FROM range(1000000000000) t(i) WHERE i % 7 = 3')",
-    "in a result of DuckDB": "list(self._database.batches('SELECT i FROM range(1000000000000) t(i) WHERE i < 0', 1000))",
-    "in a condition": "raise RuntimeError('Query interrupted')",  # what DuckDB raises in the main thread
-}
-
-
-@pytest.mark.parametrize("work", LONG_WORK)
-def test_ctrl_c_leaves_nothing(tmp_path, work):
-    """A real Ctrl-C in a real process, in a step that would last for minutes."""
-    file = write_triples(tmp_path / "u.data", some_triples())
-    script = (
-        "import sys\n"
-        "from turbogr.data import prepare\n"
-        "from turbogr.data.commands import main\n"
-        "def order(self):\n"
-        "    print('working', flush=True)\n"
-        f"    {LONG_WORK[work]}\n"
-        "prepare._Preparation._order = order\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", script, "prepare", "movielens", str(file), "--out", str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "working\n"
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert "interrupted; nothing was left behind" in stderr
-    assert "Traceback" not in stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["u.data"]
-
-
 @pytest.mark.parametrize("keep", ["first", "last"])
 def test_repeats(tmp_path, keep):
     """1 returns to item 5 twice, the second time tied with item 6, which was read before."""
@@ -396,66 +201,6 @@ def test_repeats(tmp_path, keep):
     prepare("movielens", [write_triples(tmp_path / "u.data", triples)], tmp_path / "out", PrepareOptions(repeats=keep))
     items = [item for item, _ in stored_histories(tmp_path / "out")[1]]
     assert items == {"first": [5, 6, 7], "last": [6, 5, 7]}[keep]
-
-
-def test_interrupt_in_a_late_step_leaves_nothing(tmp_path, monkeypatch):
-    def interrupt(*_args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("turbogr.data.prepare.write_manifest", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare("movielens", [write_triples(tmp_path / "u.data", some_triples())], tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["u.data"]
-
-
-def test_command_line(tmp_path, capsys):
-    file = write_triples(tmp_path / "u.data", some_triples())
-    arguments = ["prepare", "movielens", str(file), "--out", str(tmp_path / "out"), "--k-core", "3", "--k-core-passes", "1"]
-    assert main([*arguments, "--max-length", "7", "--protocol", "published", "--repeats", "last", "--min-rating", "2"]) == 0
-    shown = capsys.readouterr()
-    manifest = PreparedData.open(tmp_path / "out").manifest
-    assert manifest["options"] == {
-        "repeats": "last", "k_core": 3, "k_core_passes": 1, "max_length": 7, "protocol": "published", "memory_limit": "2GB",
-        "min_rating": 2.0,
-    }  # fmt: skip
-    for step in manifest["counts"]:
-        assert step["step"] in shown.out
-        assert f"{step['events']:,}" in shown.out
-    assert f"written to {tmp_path / 'out'}" in shown.out
-    assert "Reading 1 file" in shown.err
-
-
-def test_command_line_mistakes(tmp_path, capsys):
-    for arguments, says in (
-        (
-            ["prepare", "movielens", "x", "--out", "y", "--max-lenght", "3"],
-            "no option --max-lenght; did you mean --max-length?",
-        ),
-        (["prepare", "movie", "x", "--out", "y"], "invalid choice: 'movie'"),
-        (["prepare", "movielens", "x"], "--out"),
-        (["prepare", "kuairand", "x", "--out", "y", "--k-core-passes", "many"], "neither a number nor `fixpoint`"),
-        (["prepair"], "invalid choice: 'prepair'"),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-        assert says in capsys.readouterr().err
-    write_kuairand(tmp_path / "log_1.csv", [Event(1, item, START_MS, click=0) for item in range(4)])
-    command = ["prepare", "kuairand", str(tmp_path), "--k-core", "0", "--out"]
-    main([*command, str(tmp_path / "a"), "--signals", "none"])
-    with pytest.raises(DataError, match="no user is left after the step 'positive'"):
-        main([*command, str(tmp_path / "b"), "--signals", "is_click, long_view"])
-
-
-def test_progress_goes_where_it_is_asked(tmp_path, capsys):
-    file = write_triples(tmp_path / "u.data", some_triples())
-    prepare("movielens", [file], tmp_path / "quiet")
-    assert capsys.readouterr() == ("", "")
-    with (tmp_path / "log.txt").open("w") as stream:
-        prepare("movielens", [file], tmp_path / "loud", console=Console(file=stream))
-    shown = (tmp_path / "log.txt").read_text()
-    for phase in ("Reading", "Counting", "Ordering", "Filtering", "Writing"):
-        assert phase in shown
 
 
 @pytest.mark.slow
