@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def test_every_file_is_inside(wheel):
     modules = (CHECKOUT / "turbogr").rglob("*.py")
     assert {f"turbogr/{p.relative_to(CHECKOUT / 'turbogr').as_posix()}" for p in modules} <= inside
     assert not [name for name in inside if name.startswith("tests")]
+
+
+def test_source_distribution_can_be_set_up(tmp_path):
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), str(CHECKOUT)]
+    build = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert build.returncode == 0, build.stdout + build.stderr
+    with tarfile.open(next(tmp_path.glob("turbogr-*.tar.gz"))) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    scripts = {f"scripts/{path.name}" for path in (CHECKOUT / "scripts").glob("*.sh")}
+    assert scripts
+    assert {"Makefile", "pyproject.toml", "README.md", "LICENSE", *scripts} <= inside
 
 
 def test_installed_wheel_trains_two_steps(wheel, tmp_path):

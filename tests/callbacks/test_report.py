@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from torch.utils.data import DataLoader
 
 from turbogr.batch import NO_TARGET, JaggedBatch
-from turbogr.callbacks import throughput
+from turbogr.callbacks import report, throughput
 from turbogr.callbacks.report import Report, read_metrics
 from turbogr.callbacks.resume import LastCheckpoint
 from turbogr.callbacks.throughput import Throughput
@@ -189,6 +189,26 @@ def test_resumed_run_repeats_no_step(tmp_path, stop_at):
 
     assert train(max_steps=stop_at) == list(range(stop_at))
     assert train(epochs=3) == list(range(18))
+
+
+def test_event_files_where_tensorboard_is_installed(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_trainer(tmp_path, epochs=2).fit(Toy(), datamodule=ToyData())
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    rows = [row for row in read_metrics(tmp_path / "metrics.csv") if "val/NDCG@10" in row]
+    logged = events.Scalars("val/NDCG@10")
+    assert [event.step for event in logged] == [row["step"] for row in rows]
+    assert [event.value for event in logged] == pytest.approx([row["val/NDCG@10"] for row in rows])
+
+
+def test_no_event_files_without_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    make_trainer(tmp_path, epochs=1).fit(Toy(), datamodule=ToyData())
+    assert not (tmp_path / "tensorboard").exists()
+    assert (tmp_path / "metrics.csv").is_file()
 
 
 def test_fewer_steps_than_are_logged(tmp_path, capsys):

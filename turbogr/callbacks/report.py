@@ -62,7 +62,7 @@ class Report(Callback):
         folder = trainer.default_root_dir
         own = list(trainer.loggers)
         if not own and find_spec("tensorboard"):
-            own.append(TensorBoardLogger(folder, name="tensorboard", version=""))
+            own.append(EventFiles(folder, name="tensorboard", version=""))
         trainer.loggers = [MetricsLogger(folder), *own]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -198,6 +198,21 @@ class MetricsLogger(CSVLogger):
 
     def log_hyperparams(self, params: Any = None) -> None:
         """Writes nothing."""
+
+
+class EventFiles(TensorBoardLogger):
+    """Lightning's TensorBoardLogger, without hyperparameters: config.yaml holds them.
+
+    So the first file is written with the first metric, and a run that fails before it leaves none.
+    """
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Writes nothing."""
+
+    def save(self) -> None:
+        """Flushes what was logged; opens no file."""
+        if self._experiment is not None:
+            self._experiment.flush()
 
 
 class _MetricsWriter(ExperimentWriter):
