@@ -112,7 +112,7 @@ class Events:
         with readable(file) as stream:
             head = stream.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n", 1)[0]
         # The delimiter that makes most of the wanted names appear in the header; ties go to the comma.
-        headers = {}
+        headers: dict[str, list[str]] = {}
         for delimiter in _DELIMITERS:
             if delimiter.encode() not in head:
                 headers[delimiter] = []
