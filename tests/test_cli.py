@@ -16,7 +16,7 @@ import yaml
 
 from tests.data.make import write_prepared
 from turbogr.cli import main
-from turbogr.trainer_cli import TurboGRCLI
+from turbogr.trainer_cli import TurboGRCLI, resume_command
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SMALL = [
@@ -530,6 +530,12 @@ def test_resumed_run_equals_an_uninterrupted_one(prepared, step, args, stops_at)
             assert torch.equal(tensor, states[1][key][name]), (key, name)
     validated = [[row for row in _csv_values(Path(folder, "metrics.csv")) if "val/MRR" in row] for folder in ("whole", "parts")]
     assert validated[0] == validated[1], "no validation is lost or doubled"
+
+
+@pytest.mark.parametrize("given", [["--overwrite"], ["--overwrite", "true"], ["--overwrite=true"], ["--ckpt_path", "a"]])
+def test_command_to_resume_replaces_nothing(given):
+    command = resume_command("fit", ["-c", "a.yaml", *given, "--data.batch_size", "4"], Path("last.ckpt"))
+    assert command.endswith("fit -c a.yaml --data.batch_size 4 --ckpt_path last.ckpt")
 
 
 @pytest.mark.slow

@@ -315,10 +315,10 @@ def resume_command(command: str, args: list[str], checkpoint: Path) -> str:
     """The command line that goes on from a checkpoint: the one given, but for the checkpoint and --overwrite."""
     kept: list[str] = []
     skip = False
-    for arg in args:
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
         if skip:
             skip = False
-        elif arg == "--ckpt_path":
+        elif arg == "--ckpt_path" or (arg == "--overwrite" and following in ("true", "false")):
             skip = True
         elif not arg.startswith(("--ckpt_path=", "--overwrite")):
             kept.append(arg)
