@@ -22,6 +22,7 @@ from turbogr.data.negatives import UniformNegatives, check_seed
 from turbogr.data.prepared import PreparedData
 from turbogr.data.samplers import EpochBatches, TrainingLoader
 from turbogr.errors import ConfigurationError, DataError
+from turbogr.seeds import global_seed
 
 
 class SequenceDataModule(LightningDataModule):
@@ -113,7 +114,7 @@ class SequenceDataModule(LightningDataModule):
     @property
     def seed(self) -> int:
         """The seed in use: the option, else Lightning's global seed, else 0."""
-        return self._seed if self._seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        return self._seed if self._seed is not None else global_seed()
 
     def train_dataloader(self) -> TrainingLoader:
         """One epoch of training batches each time it is iterated; in `fit`, from where the trainer stands.
