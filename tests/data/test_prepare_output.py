@@ -4,6 +4,8 @@ import errno
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import duckdb
 import pytest
@@ -13,6 +15,7 @@ from tests.data.logs import some_triples, write_triples
 from turbogr.data.filtering import EventStore
 from turbogr.data.prepare import prepare
 from turbogr.data.prepared import PreparedData
+from turbogr.data.workspace import Database
 from turbogr.errors import DataError
 
 
@@ -161,3 +164,26 @@ def test_progress_goes_where_it_is_asked(tmp_path, capsys):
     shown = (tmp_path / "log.txt").read_text()
     for phase in ("Reading", "Counting", "Ordering", "Filtering", "Writing"):
         assert phase in shown
+
+
+def test_interrupt_when_a_query_is_taken_and_not_begun(tmp_path, monkeypatch):
+    """The database must not be closed under a thread that is about to use it: that was seen to hang for the whole query."""
+    real, ended = ThreadPoolExecutor.submit, []
+
+    def submit(pool, work):
+        def late():
+            time.sleep(0.3)
+            try:
+                work()
+            except BaseException as error:
+                ended.append(type(error))
+                raise
+
+        real(pool, late)
+        time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Database(tmp_path, "1GB") as database:  # noqa: PT012
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+        database.execute("SELECT count(*) FROM range(1000000000000) t(i) WHERE i % 7 = 3")
+    assert ended == [duckdb.InterruptException]

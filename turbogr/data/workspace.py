@@ -5,10 +5,10 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
+from threading import Thread
 from typing import Any, Self, TypeVar
 
 import duckdb
@@ -99,8 +99,6 @@ class Database:
         config: dict[str, Any] = {"temp_directory": str(scratch / "spill"), "preserve_insertion_order": True}
         self._connection = duckdb.connect(":memory:", config=config)
         self._pool = ThreadPoolExecutor(1, "duckdb")
-        self._idle = Event()
-        self._idle.set()
         try:
             self.execute("SET memory_limit = ?", [memory_limit])
         except duckdb.Error as error:
@@ -110,10 +108,13 @@ class Database:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        # The thread itself is waited for, not a mark that it sets: Ctrl-C may come when it has taken a query, not begun it.
+        end = Thread(target=self._pool.shutdown, kwargs={"cancel_futures": True})
+        end.start()
         # Again and again, because an interrupt just before a statement is without effect.
-        while not self._idle.wait(0.05):
+        while end.is_alive():
             self._connection.interrupt()
+            end.join(0.05)
         self._connection.close()
 
     def execute(self, statement: str, parameters: Sequence[object] = ()) -> None:
@@ -142,7 +143,6 @@ class Database:
 
     def _run(self, work: Callable[[], T]) -> T:
         def in_thread() -> T:
-            self._idle.clear()
             try:
                 return work()
             except duckdb.OutOfMemoryException as error:
@@ -153,10 +153,12 @@ class Database:
                     f"--memory-limit {self._memory_limit} is too small for these logs; give more: {_LEAST_MEMORY} is a "
                     "sensible minimum, and more users and items need more"
                 ) from error
-            finally:
-                self._idle.set()
 
-        return self._pool.submit(in_thread).result()
+        future = self._pool.submit(in_thread)
+        # In short waits: a Ctrl-C that comes just before the main thread blocks does not wake it.
+        while not wait([future], timeout=0.1).done:
+            pass
+        return future.result()
 
 
 @contextmanager
