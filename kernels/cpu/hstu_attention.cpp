@@ -40,7 +40,7 @@ class Forward {
         bias_.sequence(task);
         for (int64_t h = 0; h < task.heads; h++) {
             pack_head({p_.q, p_.q_row, p_.q_head, p_.qk_width}, task, h, p_.alpha, queries_ + h * stride * qk_, task.length);
-            pack_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, packed_keys_, stride);
+            pack_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, packed_keys_, padded(task.length));
             pack_transposed(packed_keys_, task.length, p_.qk_width, keys_ + h * stride * qk_);
             pack_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, values_ + h * stride * v_, task.length);
         }
@@ -141,9 +141,9 @@ class Backward {
     void load_head(const Task& task, int64_t h, int64_t stride) {
         float* keys = keys_ + h * stride * qk_;
         pack_head({p_.q, p_.q_row, p_.q_head, p_.qk_width}, task, h, p_.alpha, queries_ + h * stride * qk_, task.length);
-        pack_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, keys, stride);
+        pack_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, keys, padded(task.length));
         pack_transposed(keys, task.length, p_.qk_width, transposed_keys_ + h * stride * qk_);
-        pack_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, packed_values_, stride);
+        pack_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, packed_values_, padded(task.length));
         pack_transposed(packed_values_, task.length, p_.v_width, transposed_values_ + h * stride * v_);
         pack_head({g_.out, g_.out_row, g_.out_head, p_.v_width}, task, h, p_.scale, incoming_ + h * stride * v_, task.length);
     }

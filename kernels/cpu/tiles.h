@@ -103,9 +103,11 @@ class Bias {
     int32_t common_[TILE];
 };
 
+// Widths and row counts in whole vectors.
 static inline int64_t padded(int64_t width) { return round_up(width, LANES); }
 
-// Rows [length, width] of one head, transposed tile by tile: tile t is [width, 64] at t * 64 * padded(width).
+// Rows [length, width] of one head (zeros behind them up to a whole vector of rows), transposed tile by tile: tile t is
+// [width, 64] at t * 64 * padded(width).
 static inline void pack_transposed(const float* rows, int64_t length, int64_t width, float* to) {
     for (int64_t j = 0; j < length; j += TILE) {
         const int64_t columns = padded(std::min<int64_t>(TILE, length - j));

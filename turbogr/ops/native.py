@@ -157,6 +157,8 @@ def _compile(plan: _Plan) -> None:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as building:
             output = Path(building) / plan.library.name
             _run([*plan.command, "-o", str(output), str(plan.source)])
+            if not output.is_file():
+                raise MissingDependencyError(f"{plan.command[0]} succeeded but wrote no {output.name}")
             output.replace(plan.library)
     except OSError as error:
         raise MissingDependencyError(f"{folder} cannot be written: {error}; set XDG_CACHE_HOME to a folder that can") from error
