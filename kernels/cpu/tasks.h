@@ -64,7 +64,9 @@ struct Queue {
             const int64_t length = offsets[b + 1] - offsets[b];
             if (length == 0) continue;
             longest = std::max(longest, length);
-            const int64_t together = std::clamp<int64_t>(TOKENS_PER_TASK / length, 1, heads);
+            const int64_t most_together = std::clamp<int64_t>(TOKENS_PER_TASK / length, 1, heads);
+            const int64_t groups = (heads + most_together - 1) / most_together;
+            const int64_t together = (heads + groups - 1) / groups;  // groups of nearly equal size
             for (int64_t h = 0; h < heads; h += together) {
                 tasks[count] = {offsets[b], length, h, std::min(together, heads - h), position_sums};
                 order[count] = count;
