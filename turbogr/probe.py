@@ -30,10 +30,10 @@ def accelerators() -> list[str]:
 
 
 def operators() -> list[dict[str, str]]:
-    """Name, back end and reason of every operator."""
+    """Name, back end and reason of every operator; what is compiled at first use is compiled now."""
     from turbogr.ops.registry import describe
 
-    return [asdict(info) for info in describe()]
+    return [asdict(info) for info in describe(load=True)]
 
 
 def main(names: list[str]) -> None:

@@ -22,12 +22,20 @@ def offsets_of(lengths: Sequence[int]) -> Tensor:
 
 
 def max_errors(
-    operator: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor], seed: int = 0
+    operator: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    seed: int = 0,
+    relative: bool = False,
 ) -> list[float]:
-    """Largest absolute difference of the output and of each input's gradient."""
+    """Largest difference of the output and of each input's gradient: absolute, or relative to the largest expected value."""
     out, expected = operator(*inputs), reference(*inputs)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     actual = torch.autograd.grad(out, inputs, weights.to(out.dtype), allow_unused=True, materialize_grads=True)
     wanted = torch.autograd.grad(expected, inputs, weights, allow_unused=True, materialize_grads=True)
-    pairs = [(out, expected), *zip(actual, wanted, strict=True)]
-    return [float((a.double() - b.double()).detach().abs().max()) if a.numel() else 0.0 for a, b in pairs]
+    errors = []
+    for a, b in [(out, expected), *zip(actual, wanted, strict=True)]:
+        error = float((a.double() - b.double()).detach().abs().max()) if a.numel() else 0.0
+        largest = float(b.detach().abs().max()) if b.numel() else 0.0
+        errors.append(error / largest if relative and largest else error)
+    return errors

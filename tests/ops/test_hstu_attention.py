@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from _memory import allocations
@@ -7,8 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.jagged_cases import LENGTHS, max_errors, offsets_of
+from turbogr.errors import ConfigurationError
 from turbogr.ops import jagged
-from turbogr.ops.hstu_attention import _hstu_attention, jagged_hstu_attention, jagged_hstu_attention_reference
+from turbogr.ops.hstu_attention import KERNEL, _hstu_attention, jagged_hstu_attention, jagged_hstu_attention_reference
+
+TOLERANCES = {"torch": (torch.float64, 1e-11), "cpp": (torch.float32, 1e-5)}
+"""By back end: the dtype it is checked in, and the largest error relative to the largest value."""
+
+
+@pytest.fixture(params=TOLERANCES)
+def backend(request):
+    if request.param == "cpp" and KERNEL.library() is None:
+        pytest.skip(KERNEL.failure())
+    return request.param
 
 
 def inputs_of(lengths, heads=2, qk_dim=8, v_dim=5, dtype=torch.float64, seed=0):
@@ -18,16 +31,14 @@ def inputs_of(lengths, heads=2, qk_dim=8, v_dim=5, dtype=torch.float64, seed=0):
     q, k = (torch.randn(tokens, heads, qk_dim, generator=g, dtype=torch.float64) for _ in range(2))
     v = torch.randn(tokens, heads, v_dim, generator=g, dtype=torch.float64)
     position = torch.randn(max([1, *lengths]) + 3, generator=g, dtype=torch.float64)
-    time = torch.randn(20, generator=g, dtype=torch.float64)
-    keys = torch.cat(
-        [torch.zeros(0, dtype=torch.int64)] + [torch.randint(0, 10**7, (n,), generator=g).sort()[0] for n in lengths]
-    )
-    queries = keys + torch.randint(0, 5000, (tokens,), generator=g)
+    time = torch.randn(28, generator=g, dtype=torch.float64)  # the last bucket begins at 3386
+    keys = torch.rand(tokens, generator=g).mul(6).exp().long().cumsum(0)
+    queries = keys + torch.rand(tokens, generator=g).mul(6).exp().long()
     tensors = [x.to(dtype).requires_grad_() for x in (q, k, v, position, time)]
     return tensors, offsets, queries, keys
 
 
-def pair(offsets, queries, keys, use_position=True, use_time=True, **options):
+def pair(offsets, queries, keys, use_position=True, use_time=True, backend="auto", **options):
     options = {"scale": 0.05, "alpha": 0.7, **options}
 
     def call(function):
@@ -46,16 +57,27 @@ def pair(offsets, queries, keys, use_position=True, use_time=True, **options):
 
         return run
 
-    return call(jagged_hstu_attention), call(jagged_hstu_attention_reference)
+    return call(partial(jagged_hstu_attention, backend=backend)), call(jagged_hstu_attention_reference)
 
 
 @pytest.mark.parametrize("use_time", [True, False])
 @pytest.mark.parametrize("use_position", [True, False])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_equals_the_reference_with_all_gradients(lengths, use_position, use_time):
-    tensors, offsets, queries, keys = inputs_of(lengths)
-    operator, reference = pair(offsets, queries, keys, use_position, use_time)
-    assert max(max_errors(operator, reference, tensors)) < 1e-11
+def test_equals_the_reference_with_all_gradients(lengths, use_position, use_time, backend):
+    dtype, tolerance = TOLERANCES[backend]
+    tensors, offsets, queries, keys = inputs_of(lengths, dtype=dtype)
+    operator, reference = pair(offsets, queries, keys, use_position, use_time, backend)
+    assert max(max_errors(operator, reference, tensors, relative=True)) < tolerance
+
+
+def test_a_wrong_bias_is_noticed(backend):
+    """Negative control of the test above: one entry of a table moved by a thousandth."""
+    dtype, tolerance = TOLERANCES[backend]
+    tensors, offsets, queries, keys = inputs_of([64, 3], dtype=dtype)
+    operator, reference = pair(offsets, queries, keys, backend=backend)
+    nudge = torch.zeros_like(tensors[3]).index_fill_(0, torch.tensor([5]), 1e-3)
+    errors = max_errors(operator, lambda q, k, v, p, t: reference(q, k, v, p + nudge, t), tensors, relative=True)
+    assert errors[0] > tolerance
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
@@ -68,21 +90,25 @@ def test_lower_precision_stays_near_the_reference(dtype, tolerance):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 40), max_size=6),
+    lengths=st.lists(st.integers(0, 70), max_size=6),
     heads=st.integers(1, 4),
-    qk_dim=st.integers(1, 9),
-    v_dim=st.integers(1, 9),
+    qk_dim=st.integers(1, 20),
+    v_dim=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
 def test_any_shape_equals_the_reference(lengths, heads, qk_dim, v_dim, seed):
-    tensors, offsets, queries, keys = inputs_of(lengths, heads, qk_dim, v_dim, seed=seed)
-    operator, reference = pair(offsets, queries, keys)
-    assert max(max_errors(operator, reference, tensors)) < 1e-11
+    for backend, (dtype, tolerance) in TOLERANCES.items():
+        if backend == "cpp" and KERNEL.library() is None:
+            continue
+        tensors, offsets, queries, keys = inputs_of(lengths, heads, qk_dim, v_dim, dtype, seed)
+        operator, reference = pair(offsets, queries, keys, backend=backend)
+        # Few terms can cancel: relative to the largest value, a float32 gradient of so small a case may be less exact.
+        assert max(max_errors(operator, reference, tensors, relative=dtype == torch.float32)) < 10 * tolerance
 
 
-def test_causal_and_within_a_sequence():
-    tensors, offsets, queries, keys = inputs_of([5, 4])
-    operator, _ = pair(offsets, queries, keys)
+def test_causal_and_within_a_sequence(backend):
+    tensors, offsets, queries, keys = inputs_of([5, 4], dtype=TOLERANCES[backend][0])
+    operator, _ = pair(offsets, queries, keys, backend=backend)
     before = operator(*tensors)
     with torch.no_grad():
         for tensor in tensors[:3]:
@@ -91,43 +117,70 @@ def test_causal_and_within_a_sequence():
     assert changed.tolist() == [False, False, False, True, True, False, False, False, False]
 
 
-def test_the_time_unit_scales_the_gaps():
-    tensors, offsets, queries, keys = inputs_of([30])
-    seconds, _ = pair(offsets, queries, keys)
-    milliseconds, _ = pair(offsets, queries * 1000, keys * 1000, time_unit=1000.0)
-    mistaken, _ = pair(offsets, queries * 1000, keys * 1000)
+def test_the_time_unit_scales_the_gaps(backend):
+    tensors, offsets, queries, keys = inputs_of([30], dtype=TOLERANCES[backend][0])
+    seconds, _ = pair(offsets, queries, keys, backend=backend)
+    milliseconds, _ = pair(offsets, queries * 1000, keys * 1000, backend=backend, time_unit=1000.0)
+    mistaken, _ = pair(offsets, queries * 1000, keys * 1000, backend=backend)
     torch.testing.assert_close(seconds(*tensors), milliseconds(*tensors))
     assert not torch.allclose(seconds(*tensors), mistaken(*tensors))
 
 
-def test_times_that_span_more_than_32_bits():
-    tensors, offsets, queries, keys = inputs_of([40, 2])
-    far = torch.arange(42) * 2**40
-    operator, reference = pair(offsets, queries + far, keys + far, time_divisor=2.0)
-    assert max(max_errors(operator, reference, tensors)) < 1e-11
+@pytest.mark.parametrize("step", [2**40, 2**55])
+def test_times_that_span_more_than_32_bits(backend, step):
+    dtype, tolerance = TOLERANCES[backend]
+    tensors, offsets, queries, keys = inputs_of([40, 2], dtype=dtype)
+    far = torch.arange(42) * step
+    operator, reference = pair(offsets, queries + far, keys + far, backend=backend, time_divisor=2.0)
+    assert max(max_errors(operator, reference, tensors, relative=True)) < tolerance
 
 
-def test_opcheck_and_gradcheck():
+def test_opcheck(backend):
+    dtype, _ = TOLERANCES[backend]
+    tensors, offsets, queries, keys = inputs_of([3, 0, 6], heads=2, qk_dim=2, v_dim=3, dtype=dtype)
+    options = (queries, keys, 0.1, 1.0, 1.0, 0.301, backend)
+    torch.library.opcheck(_hstu_attention, (*tensors[:3], offsets, *tensors[3:], *options))
+    torch.library.opcheck(_hstu_attention, (*tensors[:3], offsets, None, None, None, None, *options[2:]))
+    # Dense but permuted inputs: their gradients keep the strides that the fake implementation promises.
+    permuted = [x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() for x in tensors[:3]]
+    torch.library.opcheck(_hstu_attention, (*permuted, offsets, *tensors[3:], *options))
+
+
+def test_gradcheck():
     tensors, offsets, queries, keys = inputs_of([3, 0, 6], heads=1, qk_dim=2, v_dim=3)
-    torch.library.opcheck(_hstu_attention, (*tensors[:3], offsets, *tensors[3:], queries, keys, 0.1, 1.0, 1.0, 0.301))
     operator, _ = pair(offsets, queries, keys)
     assert torch.autograd.gradcheck(operator, tensors)
 
 
-def test_strided_inputs():
-    tensors, offsets, queries, keys = inputs_of([9, 4], v_dim=8)
-    packed = torch.cat([x.detach().flatten(1) for x in tensors[:3]], dim=1)
-    views = [x.unflatten(1, (2, 8)) for x in packed.split(16, dim=1)]
-    assert not views[0].is_contiguous()
-    operator, _ = pair(offsets, queries, keys)
-    torch.testing.assert_close(operator(*views, *tensors[3:]), operator(*tensors))
+def test_strided_inputs(backend):
+    dtype, tolerance = TOLERANCES[backend]
+    tensors, offsets, queries, keys = inputs_of([9, 4, 70], v_dim=8, dtype=dtype)
+    packed = torch.cat([x.detach().flatten(1) for x in tensors[:3]], dim=1).requires_grad_()
+    operator, reference = pair(offsets, queries, keys, backend=backend)
+
+    def on_views(function):
+        def run(packed, position, time):
+            views = [x.unflatten(1, (2, 8)) for x in packed.split(16, dim=1)]
+            assert not views[0].is_contiguous()
+            return function(*views, position, time)
+
+        return run
+
+    assert max(max_errors(on_views(operator), on_views(reference), [packed, *tensors[3:]], relative=True)) < tolerance
+    transposed = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors[:3]]
+    assert transposed[0].stride(2) != 1
+    assert max(max_errors(operator, reference, [*transposed, *tensors[3:]], relative=True)) < tolerance
+    # The gradient of a sum is one number, expanded: all its strides are zero.
+    summed = [torch.autograd.grad(function(*tensors).sum(), tensors) for function in (operator, reference)]
+    for actual, expected in zip(*summed, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_keeps_no_square_matrix():
+def test_keeps_no_square_matrix(backend):
     """What autograd keeps is linear in tokens, and the peak stays below one score matrix, which the reference exceeds."""
     length = 1500
     tensors, offsets, queries, keys = inputs_of([length], heads=1, dtype=torch.float32)
-    operator, reference = pair(offsets, queries, keys)
+    operator, reference = pair(offsets, queries, keys, backend=backend)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x):
         operator(*tensors)
@@ -150,6 +203,7 @@ def test_keeps_no_square_matrix():
         ({"time_unit": 0.0}, "must be positive"),
         ({"offsets": torch.tensor([0, 3])}, "offsets rise from 0 to 4"),
         ({"offsets": torch.tensor([0, 5, 4])}, "offsets rise from 0 to 4"),
+        ({"backend": "cuda"}, "backend must be one of auto, cpp, torch, reference, got 'cuda'"),
     ],
 )
 def test_wrong_inputs_are_named(change, message):
@@ -167,6 +221,21 @@ def test_wrong_inputs_are_named(change, message):
     jagged_hstu_attention(**arguments)
     with pytest.raises(ValueError, match=message):
         jagged_hstu_attention(**{**arguments, **change})
+
+
+def test_backend_cpp_refuses_what_it_cannot_compute():
+    tensors, offsets, queries, keys = inputs_of([4])
+    operator, _ = pair(offsets, queries, keys, backend="cpp")
+    with pytest.raises(ConfigurationError, match=r"computes float32 on the CPU, got torch.float64 on cpu"):
+        operator(*tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_backend_reference_is_the_reference(dtype):
+    tensors, offsets, queries, keys = inputs_of([9, 4], dtype=dtype)
+    operator, reference = pair(offsets, queries, keys, backend="reference")
+    assert operator(*tensors).dtype == dtype
+    assert max(max_errors(operator, reference, tensors)) < (1e-15 if dtype == torch.float64 else 1e-5)
 
 
 def test_groups_cover_every_token_once_within_the_waste():

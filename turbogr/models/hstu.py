@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.models.bias import RelativeBias, TimeBuckets
+from turbogr.ops.backend import Backend, check_backend
 from turbogr.ops.hstu_attention import jagged_hstu_attention
 
 EPS = 1e-6
@@ -31,12 +32,22 @@ class HSTUBlock(nn.Module):
         max_length: n.
         dropout: on the gated attention output.
         time: buckets of the time bias, or None for position bias alone.
+        backend: implementation of the attention.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, qk_dim: int, v_dim: int, max_length: int, dropout: float, time: TimeBuckets | None
+        self,
+        dim: int,
+        num_heads: int,
+        qk_dim: int,
+        v_dim: int,
+        max_length: int,
+        dropout: float,
+        time: TimeBuckets | None,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
+        self.backend: Backend = backend
         self.num_heads, self.qk_dim, self.v_dim, self.max_length = num_heads, qk_dim, v_dim, max_length
         self.sizes = [num_heads * v_dim, num_heads * v_dim, num_heads * qk_dim, num_heads * qk_dim]
         self.uvqk = nn.Parameter(torch.empty(dim, sum(self.sizes)).normal_(std=0.02))
@@ -63,6 +74,7 @@ class HSTUBlock(nn.Module):
             key_times=batch.timestamps,
             time_unit=self.time.unit,
             time_divisor=self.time.divisor,
+            backend=self.backend,
         ).flatten(1)
         gated = u * F.layer_norm(attended, attended.shape[-1:], eps=EPS)
         return x + self.out(self.dropout(gated))
@@ -80,6 +92,8 @@ class HSTU(Backbone):
         max_length: longest history, and the constant n that attention is divided by.
         dropout: on the input and on each block's gated output.
         time: buckets of the time bias, or None for position bias alone.
+        backend: implementation of the attention: auto takes the C++ kernel where it serves (float32 on a CPU with a compiler)
+            and PyTorch elsewhere; cpp, torch and reference (float64, slow) take that one or fail.
 
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads where widths are derived from it.
@@ -95,14 +109,16 @@ class HSTU(Backbone):
         max_length: int = 200,
         dropout: float = 0.2,
         time: TimeBuckets | None = TimeBuckets(),  # noqa: B008 (frozen)
+        backend: Backend = "auto",
     ) -> None:
         super().__init__(dim, max_length, dropout)
         positive(self, num_blocks=num_blocks, num_heads=num_heads)
         qk_dim = head_width(self, dim, num_heads) if qk_dim is None else qk_dim
         v_dim = head_width(self, dim, num_heads) if v_dim is None else v_dim
         positive(self, qk_dim=qk_dim, v_dim=v_dim)
+        check_backend("HSTU", backend)
         self.blocks = nn.ModuleList(
-            HSTUBlock(dim, num_heads, qk_dim, v_dim, max_length, dropout, time) for _ in range(num_blocks)
+            HSTUBlock(dim, num_heads, qk_dim, v_dim, max_length, dropout, time, backend) for _ in range(num_blocks)
         )
 
     def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:

@@ -7,6 +7,9 @@ For every sequence, head h and its tokens i >= j (Zhai et al. 2024, "Actions spe
     bucket(d) = clamp(floor(ln(max(|d| / time_unit, 1)) / time_divisor), 0, len(time_bias) - 1)
 
 The bias is shared by all heads. There is no softmax: `scale` is usually 1 / n with the configured longest length n.
+
+Implementations: C++ for float32 on the CPU (`kernels/cpu/hstu_attention.cpp`); PyTorch for everything else, and where there is
+no compiler; the formula itself in float64.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turbogr.ops.backend import Backend, check_backend, kernel_for
+from turbogr.ops.hstu_native import KERNEL, HSTUKernel
 from turbogr.ops.jagged import LengthGroup, check_attention, length_groups, row_blocks, without_autocast
-from turbogr.ops.registry import register
+from turbogr.ops.registry import register_loadable
 
 OPERATOR = "turbogr::jagged_hstu_attention"
 
@@ -35,6 +40,7 @@ def jagged_hstu_attention(
     key_times: Tensor | None = None,
     time_unit: float = 1.0,
     time_divisor: float = 0.301,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Causal SiLU attention of the module's docstring; differentiates q, k, v and both bias tables.
 
@@ -51,17 +57,36 @@ def jagged_hstu_attention(
         key_times: int64 [T], the time of token j's own event; with time_bias only.
         time_unit: ticks of the times per unit of the bucket formula (1000 for milliseconds bucketed in seconds).
         time_divisor: width of a bucket in natural logarithms.
+        backend: see `turbogr.ops.backend.Backend`.
 
     Returns:
         float [T, H, dv].
 
     Raises:
         ValueError: if shapes or dtypes contradict each other.
+        ConfigurationError: if `backend` is unknown, or is `cpp` and the inputs are not float32 on the CPU.
+        MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
+    check_backend(OPERATOR, backend)
     _check(q, k, v, offsets, position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
+    if backend == "reference":
+        return jagged_hstu_attention_reference(
+            q,
+            k,
+            v,
+            offsets,
+            scale=scale,
+            alpha=alpha,
+            position_bias=position_bias,
+            time_bias=time_bias,
+            query_times=query_times,
+            key_times=key_times,
+            time_unit=time_unit,
+            time_divisor=time_divisor,
+        ).to(v.dtype)
     with without_autocast(q):
         return _hstu_attention(
-            q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor
+            q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor, backend
         )
 
 
@@ -220,7 +245,12 @@ def _hstu_attention(
     alpha: float,
     time_unit: float,
     time_divisor: float,
+    backend: str = "auto",
 ) -> Tensor:
+    library = kernel_for(KERNEL, OPERATOR, backend, q)
+    if library is not None:
+        inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
+        return HSTUKernel(library, *inputs).forward()
     out = v.new_zeros(v.shape)
     bias = _Bias(position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
     for group in length_groups(offsets, q.shape[1]):
@@ -260,7 +290,12 @@ def _hstu_attention_backward(
     alpha: float,
     time_unit: float,
     time_divisor: float,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    library = kernel_for(KERNEL, OPERATOR, backend, q)
+    if library is not None:
+        inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
+        return HSTUKernel(library, *inputs).backward(gradient)
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     # Table gradients add up millions of terms: float64 costs nothing here.
     grad_position, grad_time = (_table_gradient(table, q) for table in (position_bias, time_bias))
@@ -323,19 +358,17 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    *tensors, ctx.scale, ctx.alpha, ctx.time_unit, ctx.time_divisor = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:8])
+    ctx.options = inputs[8:]
 
 
 def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]  # noqa: ANN001
     saved = ctx.saved_tensors
-    grad_q, grad_k, grad_v, grad_position, grad_time = _hstu_attention_backward(
-        gradient, *saved, ctx.scale, ctx.alpha, ctx.time_unit, ctx.time_divisor
-    )
+    grad_q, grad_k, grad_v, grad_position, grad_time = _hstu_attention_backward(gradient, *saved, *ctx.options)
     position = None if saved[4] is None else grad_position
     time = None if saved[5] is None else grad_time
-    return grad_q, grad_k, grad_v, None, position, time, None, None, None, None, None, None
+    return grad_q, grad_k, grad_v, None, position, time, None, None, None, None, None, None, None
 
 
 _hstu_attention.register_autograd(_backward, setup_context=_setup_context)
-register(OPERATOR, "torch", "blocks of rows with recompute; no [N, N] matrix is kept")
+register_loadable(OPERATOR, KERNEL)

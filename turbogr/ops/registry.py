@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -16,17 +18,42 @@ class OperatorInfo:
     reason: str
 
 
-_chosen: dict[str, OperatorInfo] = {}
+class Loadable(Protocol):
+    """A back end that is loaded at first use (`turbogr.ops.native.Kernel`)."""
+
+    def library(self) -> object | None:
+        """Loads it, if that has not been done."""
+
+    def choice(self) -> tuple[str, str]:
+        """Back end and reason as they are known now, without loading anything."""
+
+
+_chosen: dict[str, Callable[[bool], OperatorInfo]] = {}
 
 
 def register(name: str, backend: str, reason: str) -> None:
     """Records the choice of an operator; called where the operator is defined."""
-    _chosen[name] = OperatorInfo(name, backend, reason)
+    _chosen[name] = lambda _: OperatorInfo(name, backend, reason)
 
 
-def describe() -> list[OperatorInfo]:
-    """All operators of the package, sorted by name."""
+def register_loadable(name: str, kernel: Loadable) -> None:
+    """Records an operator whose back end is known for certain only when it has been loaded."""
+
+    def info(load: bool) -> OperatorInfo:
+        if load:
+            kernel.library()
+        return OperatorInfo(name, *kernel.choice())
+
+    _chosen[name] = info
+
+
+def describe(load: bool = False) -> list[OperatorInfo]:
+    """All operators of the package, sorted by name.
+
+    Args:
+        load: compile and load what is otherwise loaded at first use, so that the answer is no forecast.
+    """
     package = import_module("turbogr.ops")
     for module in iter_modules(package.__path__):
         import_module(f"turbogr.ops.{module.name}")
-    return [_chosen[name] for name in sorted(_chosen)]
+    return [_chosen[name](load) for name in sorted(_chosen)]

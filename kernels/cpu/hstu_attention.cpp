@@ -1,0 +1,280 @@
+// HSTU's causal SiLU attention with relative position and time bias on jagged tensors, forward and backward, float32 on a CPU.
+// The formula stands in turbogr/ops/hstu_attention.py.
+//
+// A task is one sequence and some of its heads. Tasks are taken from a queue, the longest first. Inside, 64 x 64 tiles of
+// scores: tiles above the diagonal are skipped, those on it are computed up to the diagonal only, the bias of a tile is worked
+// out once for all heads of the task, and backward computes the scores again. The gradients of the bias tables are summed per
+// task, then over tasks in their order in the batch: the result does not depend on the number of threads.
+
+#include "hstu_attention.h"
+
+#include <algorithm>
+
+#include "tasks.h"
+#include "tiles.h"
+#include "vectors.h"
+
+namespace turbogr {
+namespace {
+
+constexpr int64_t BUCKET_COPIES = 4;  // neighbouring elements add into different copies, so that no add waits for the last
+
+class Forward {
+  public:
+    Forward(const Shared& shared, Heads<float> out, Arena arena)
+        : p_(shared.p), to_(out), bias_(shared, arena, shared.queue.longest), qk_(padded(p_.qk_width)), v_(padded(p_.v_width)) {
+        const int64_t longest = shared.queue.longest, tokens = shared.queue.most_tokens();
+        packed_keys_ = arena.take<float>(round_up(longest, TILE) * qk_);
+        queries_ = arena.take<float>(tokens * qk_);
+        keys_ = arena.take<float>(tokens * qk_);
+        values_ = arena.take<float>(tokens * v_);
+        out_ = arena.take<float>(TILE * v_ * shared.p.heads);
+        scores_ = arena.take<float>(TILE * TILE);
+        used_ = arena.used();
+    }
+
+    int64_t used() const { return used_; }
+
+    void run(const Task& task) {
+        const int64_t stride = round_up(task.length, TILE);
+        bias_.sequence(task);
+        for (int64_t h = 0; h < task.heads; h++) {
+            pack_head({p_.q, p_.q_row, p_.q_head, p_.qk_width}, task, h, p_.alpha, queries_ + h * stride * qk_, task.length);
+            pack_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, packed_keys_, padded(task.length));
+            pack_transposed(packed_keys_, task.length, p_.qk_width, keys_ + h * stride * qk_);
+            pack_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, values_ + h * stride * v_, task.length);
+        }
+        for (int64_t i = 0; i < task.length; i += TILE) {
+            const int64_t rows = std::min<int64_t>(TILE, task.length - i);
+            for (int64_t j = 0; j <= i; j += TILE) {
+                const Tile tile{i, rows, j, std::min<int64_t>(TILE, task.length - j)};
+                bias_.prepare(tile);
+                for (int64_t h = 0; h < task.heads; h++) {
+                    scores(tile, p_.qk_width, queries_ + h * stride * qk_, keys_ + h * stride * qk_, scores_);
+                    activate(tile);
+                    times_columns(tile, p_.v_width, scores_, values_ + h * stride * v_, out_ + h * TILE * v_, j > 0);
+                }
+            }
+            for (int64_t h = 0; h < task.heads; h++) unpack_head(out_ + h * TILE * v_, p_.scale, to_, task, h, i, rows);
+        }
+    }
+
+  private:
+    void activate(const Tile& tile) {
+        for (int64_t i = 0; i < tile.rows; i++) {
+            const int64_t limit = tile.limit(i);
+            float* row = scores_ + i * TILE;
+            const float* bias = bias_.row(i);
+            int64_t j = 0;
+            for (; j < limit; j += LANES) {
+                const Vector x = load(row + j) + load(bias + j);
+                store(row + j, x * sigmoid(x));
+            }
+            if (j > limit) store(row + j - LANES, first_lanes(load(row + j - LANES), limit - (j - LANES)));
+            for (; j < padded(tile.columns); j += LANES) store(row + j, Vector{});
+        }
+    }
+
+    const TurbogrHstu& p_;
+    Heads<float> to_;
+    Bias bias_;
+    int64_t qk_, v_, used_;
+    float *packed_keys_, *queries_, *keys_, *values_, *out_, *scores_;
+};
+
+class Backward {
+  public:
+    Backward(const Shared& shared, const TurbogrHstuGradients& g, Arena arena)
+        : p_(shared.p), g_(g), bias_(shared, arena, shared.queue.longest), qk_(padded(p_.qk_width)), v_(padded(p_.v_width)) {
+        const int64_t longest = shared.queue.longest, tokens = shared.queue.most_tokens();
+        packed_values_ = arena.take<float>(round_up(longest, TILE) * v_);
+        queries_ = arena.take<float>(tokens * qk_);
+        keys_ = arena.take<float>(tokens * qk_);
+        transposed_keys_ = arena.take<float>(tokens * qk_);
+        transposed_values_ = arena.take<float>(tokens * v_);
+        incoming_ = arena.take<float>(tokens * v_);
+        grad_queries_ = arena.take<float>(tokens * qk_);
+        grad_keys_ = arena.take<float>(TILE * qk_ * p_.heads);
+        grad_values_ = arena.take<float>(TILE * v_ * p_.heads);
+        weights_ = arena.take<float>(TILE * TILE);
+        grad_scores_ = arena.take<float>(TILE * TILE);
+        grad_bias_ = arena.take<float>(TILE * TILE);
+        bucket_stride_ = p_.time_bias == nullptr ? 0 : round_up(p_.time_count, 16);
+        bucket_sums_ = arena.take<float>(BUCKET_COPIES * bucket_stride_);
+        used_ = arena.used();
+    }
+
+    int64_t used() const { return used_; }
+
+    // Adds nothing: writes the task's own sums over pairs of tokens, by distance (longest first) and by bucket.
+    void run(const Task& task, float* position_sums, double* time_sums) {
+        const int64_t stride = round_up(task.length, TILE);
+        bias_.sequence(task);
+        for (int64_t h = 0; h < task.heads; h++) load_head(task, h, stride);
+        if (p_.position_bias != nullptr) std::fill_n(position_sums, task.length + LANES, 0.0f);
+        if (p_.time_bias != nullptr) std::fill_n(time_sums, p_.time_count, 0.0);
+        for (int64_t j = 0; j < task.length; j += TILE) {
+            const int64_t columns = std::min<int64_t>(TILE, task.length - j);
+            std::fill_n(bucket_sums_, BUCKET_COPIES * bucket_stride_, 0.0f);
+            for (int64_t i = j; i < task.length; i += TILE) {
+                const Tile tile{i, std::min<int64_t>(TILE, task.length - i), j, columns};
+                bias_.prepare(tile);
+                for (int64_t h = 0; h < task.heads; h++) tile_of_head(tile, h, stride);
+                if (p_.position_bias != nullptr) add_positions(tile, position_sums + task.length - 1);
+                if (p_.time_bias != nullptr) add_buckets(tile);
+            }
+            for (int64_t b = 0; b < p_.time_count && p_.time_bias != nullptr; b++)
+                for (int64_t copy = 0; copy < BUCKET_COPIES; copy++) time_sums[b] += bucket_sums_[copy * bucket_stride_ + b];
+            for (int64_t h = 0; h < task.heads; h++) {
+                const Heads<float> k{g_.k, g_.k_row, g_.k_head, p_.qk_width}, v{g_.v, g_.v_row, g_.v_head, p_.v_width};
+                unpack_head(grad_keys_ + h * TILE * qk_, 1, k, task, h, j, columns);
+                unpack_head(grad_values_ + h * TILE * v_, 1, v, task, h, j, columns);
+            }
+        }
+        const Heads<float> q{g_.q, g_.q_row, g_.q_head, p_.qk_width};
+        for (int64_t h = 0; h < task.heads; h++)
+            unpack_head(grad_queries_ + h * stride * qk_, p_.alpha, q, task, h, 0, task.length);
+    }
+
+  private:
+    // alpha goes into the queries, scale into the incoming gradient: no product has to be scaled afterwards but that of dq.
+    void load_head(const Task& task, int64_t h, int64_t stride) {
+        float* keys = keys_ + h * stride * qk_;
+        pack_head({p_.q, p_.q_row, p_.q_head, p_.qk_width}, task, h, p_.alpha, queries_ + h * stride * qk_, task.length);
+        pack_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, keys, padded(task.length));
+        pack_transposed(keys, task.length, p_.qk_width, transposed_keys_ + h * stride * qk_);
+        pack_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, packed_values_, padded(task.length));
+        pack_transposed(packed_values_, task.length, p_.v_width, transposed_values_ + h * stride * v_);
+        pack_head({g_.out, g_.out_row, g_.out_head, p_.v_width}, task, h, p_.scale, incoming_ + h * stride * v_, task.length);
+    }
+
+    void tile_of_head(const Tile& tile, int64_t h, int64_t stride) {
+        const float* queries = queries_ + h * stride * qk_;
+        const float* incoming = incoming_ + h * stride * v_;
+        float* grad_queries = grad_queries_ + (h * stride + tile.first_row) * qk_;
+        const bool add = !tile.diagonal();  // a column of tiles begins on the diagonal
+        scores(tile, p_.qk_width, queries, transposed_keys_ + h * stride * qk_, weights_);
+        scores(tile, p_.v_width, incoming, transposed_values_ + h * stride * v_, grad_scores_);
+        activate(tile, h > 0);
+        times_rows(tile, p_.v_width, weights_, incoming, grad_values_ + h * TILE * v_, add);
+        times_rows(tile, p_.qk_width, grad_scores_, queries, grad_keys_ + h * TILE * qk_, add);
+        times_columns(tile, p_.qk_width, grad_scores_, keys_ + h * stride * qk_, grad_queries, tile.first_column > 0);
+    }
+
+    // Scores to SiLU of scores, gradients of the SiLU's output to those of its input; the latter summed over heads besides.
+    void activate(const Tile& tile, bool add) {
+        for (int64_t i = 0; i < tile.rows; i++) {
+            const int64_t limit = tile.limit(i);
+            float *weights = weights_ + i * TILE, *grad = grad_scores_ + i * TILE, *total = grad_bias_ + i * TILE;
+            const float* bias = bias_.row(i);
+            int64_t j = 0;
+            for (; j < limit; j += LANES) {
+                const Vector x = load(weights + j) + load(bias + j);
+                const Vector gate = sigmoid(x), weight = x * gate;
+                Vector slope = load(grad + j) * (gate + weight * (1.0f - gate));
+                if (j + LANES > limit) {
+                    slope = first_lanes(slope, limit - j);
+                    store(weights + j, first_lanes(weight, limit - j));
+                } else {
+                    store(weights + j, weight);
+                }
+                store(grad + j, slope);
+                store(total + j, add ? load(total + j) + slope : slope);
+            }
+            for (; j < padded(tile.columns); j += LANES) {
+                store(weights + j, Vector{});
+                store(grad + j, Vector{});
+            }
+        }
+    }
+
+    void add_positions(const Tile& tile, float* distance_zero) {
+        for (int64_t i = 0; i < tile.rows; i++) {
+            float* to = distance_zero - (tile.first_row + i) + tile.first_column;
+            for (int64_t j = 0; j < tile.limit(i); j += LANES) store(to + j, load(to + j) + load(grad_bias_ + i * TILE + j));
+        }
+    }
+
+    void add_buckets(const Tile& tile) {
+        // Rows of one bucket follow each other: their lanes are added up first.
+        Vector lanes{};
+        int32_t bucket = -1;
+        for (int64_t i = 0; i < tile.rows; i++) {
+            const int64_t limit = tile.limit(i);
+            const float* total = grad_bias_ + i * TILE;
+            const int32_t common = bias_.common(i);
+            if (common < 0) {
+                const int32_t* ids = bias_.ids(i);
+                for (int64_t j = 0; j < limit; j++) bucket_sums_[(j % BUCKET_COPIES) * bucket_stride_ + ids[j]] += total[j];
+                continue;
+            }
+            if (common != bucket) {
+                if (bucket >= 0) bucket_sums_[bucket] += sum(lanes);
+                lanes = Vector{};
+                bucket = common;
+            }
+            for (int64_t j = 0; j < limit; j += LANES) lanes += load(total + j);
+        }
+        if (bucket >= 0) bucket_sums_[bucket] += sum(lanes);
+    }
+
+    const TurbogrHstu& p_;
+    const TurbogrHstuGradients& g_;
+    Bias bias_;
+    int64_t qk_, v_, used_, bucket_stride_;
+    float *packed_values_, *queries_, *keys_, *transposed_keys_, *transposed_values_, *incoming_;
+    float *grad_queries_, *grad_keys_, *grad_values_, *weights_, *grad_scores_, *grad_bias_, *bucket_sums_;
+};
+
+}  // namespace
+}  // namespace turbogr
+
+using namespace turbogr;
+
+int turbogr_hstu_forward(const TurbogrHstu* problem, float* out, int64_t out_row, int64_t out_head) {
+    Shared shared(*problem);
+    if (!shared.build()) return 1;
+    const Heads<float> to{out, out_row, out_head, problem->v_width};
+    const auto make = [&](Arena arena) { return Forward(shared, to, arena); };
+    const auto run = [&](Forward& worker, int64_t t) { worker.run(shared.queue.tasks[t]); };
+    return work(shared.queue, problem->threads, make, run) ? 0 : 1;
+}
+
+int turbogr_hstu_backward(const TurbogrHstu* problem, const TurbogrHstuGradients* gradients) {
+    Shared shared(*problem);
+    if (!shared.build()) return 1;
+    const Queue& queue = shared.queue;
+    const bool position = problem->position_bias != nullptr, time = problem->time_bias != nullptr;
+    const int64_t buckets = time ? problem->time_count : 0;
+    const int64_t distances = position ? gradients->position_count : 0;
+    Arena sizes(nullptr);
+    const auto partials = [&](Arena& arena, float*& by_distance, double*& by_bucket, double*& totals) {
+        by_distance = arena.take<float>(position ? queue.position_sums : 0);
+        by_bucket = arena.take<double>(queue.count * buckets);
+        totals = arena.take<double>(distances + buckets);
+    };
+    float* by_distance;
+    double *by_bucket, *totals;
+    partials(sizes, by_distance, by_bucket, totals);
+    const Memory memory = allocate(sizes.used());
+    if (!memory) return 1;
+    Arena arena(memory.get());
+    partials(arena, by_distance, by_bucket, totals);
+
+    const auto make = [&](Arena scratch) { return Backward(shared, *gradients, scratch); };
+    const auto run = [&](Backward& worker, int64_t t) {
+        worker.run(queue.tasks[t], by_distance + (position ? queue.tasks[t].position_sums : 0), by_bucket + t * buckets);
+    };
+    if (!work(queue, problem->threads, make, run)) return 1;
+
+    std::fill_n(totals, distances + buckets, 0.0);
+    for (int64_t t = 0; t < queue.count; t++) {
+        const Task& task = queue.tasks[t];
+        const float* zero = by_distance + task.position_sums + task.length - 1;
+        for (int64_t d = 0; position && d < task.length; d++) totals[d] += zero[-d];
+        for (int64_t b = 0; b < buckets; b++) totals[distances + b] += by_bucket[t * buckets + b];
+    }
+    for (int64_t d = 0; d < distances; d++) gradients->position_bias[d] = static_cast<float>(totals[d]);
+    for (int64_t b = 0; b < buckets; b++) gradients->time_bias[b] = static_cast<float>(totals[distances + b]);
+    return 0;
+}

@@ -1,0 +1,38 @@
+// Interface of the HSTU attention kernel: plain C on raw pointers, called through ctypes (turbogr/ops/hstu_native.py mirrors
+// the structs).
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Strides count floats; the last axis of q, k, v, of the output and of all their gradients is contiguous.
+struct TurbogrHstu {
+    int64_t sequences, heads, qk_width, v_width;
+    const int64_t* offsets;  // [sequences + 1]
+    const float *q, *k, *v;  // [T, heads, width]
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;
+    const float* position_bias;  // [at least the longest sequence] by distance, or null
+    const float* time_bias;      // [time_count], or null
+    int64_t time_count;
+    const int64_t* thresholds;  // [time_count - 1] smallest gap of each bucket from 1 on, rising
+    const int64_t *query_times, *key_times;  // [T]
+    double time_unit, time_divisor;
+    float scale, alpha;
+    int64_t threads;
+};
+
+struct TurbogrHstuGradients {
+    const float* out;  // incoming, [T, heads, v_width]
+    int64_t out_row, out_head;
+    float *q, *k, *v;
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;
+    float* position_bias;  // [position_count], written whole
+    int64_t position_count;
+    float* time_bias;  // [time_count], written whole
+};
+
+// Both return 0, or 1 if there was no memory for the threads' scratch.
+int turbogr_hstu_forward(const TurbogrHstu* problem, float* out, int64_t out_row, int64_t out_head);
+int turbogr_hstu_backward(const TurbogrHstu* problem, const TurbogrHstuGradients* gradients);
+}

@@ -1,0 +1,155 @@
+// Products of small matrices that lie in a core's cache, and the packing that they need.
+#pragma once
+
+#include "vectors.h"
+
+namespace turbogr {
+
+// A matrix whose element (row, column) is at data[row * by_row + column * by_column].
+struct Strided {
+    const float* data;
+    int64_t by_row, by_column;
+};
+
+// What is known to be zero in a product with the 64 x 64 tile on the diagonal, and is left out.
+enum class Skip {
+    nothing,
+    columns_after_row,  // C[m, n] is not wanted for n > m
+    inner_after_row,    // A[m, k] is zero for k > m
+    inner_before_row,   // A[m, k] is zero for k < m
+};
+
+template <int ROWS, int VECTORS>
+static inline void register_block(
+    int64_t inner, Strided a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+) {
+    Vector sums[ROWS][VECTORS];
+    for (int m = 0; m < ROWS; m++)
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = add ? load(c + m * c_stride + v * LANES) : Vector{};
+    for (int64_t k = 0; k < inner; k++) {
+        Vector row[VECTORS];
+        for (int v = 0; v < VECTORS; v++) row[v] = load(b + k * b_stride + v * LANES);
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++) {
+            const Vector factor = broadcast(a.data[m * a.by_row + k * a.by_column]);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[m][v] += factor * row[v];
+        }
+    }
+    for (int m = 0; m < ROWS; m++)
+        for (int v = 0; v < VECTORS; v++) store(c + m * c_stride + v * LANES, sums[m][v]);
+}
+
+// One panel of ROWS rows, `vectors` vectors wide.
+template <int ROWS>
+static inline void panel(
+    int vectors, int64_t inner, Strided a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+) {
+    constexpr int WIDEST = ROWS > 6 ? NARROW_VECTORS : MAX_VECTORS;
+    int v = 0;
+    for (; v + WIDEST <= vectors; v += WIDEST)
+        register_block<ROWS, WIDEST>(inner, a, b + v * LANES, b_stride, c + v * LANES, c_stride, add);
+    if constexpr (WIDEST > 2)
+        if (vectors - v >= 2) {
+            if (vectors - v == 3) {
+                register_block<ROWS, 3>(inner, a, b + v * LANES, b_stride, c + v * LANES, c_stride, add);
+                return;
+            }
+            register_block<ROWS, 2>(inner, a, b + v * LANES, b_stride, c + v * LANES, c_stride, add);
+            v += 2;
+        }
+    if constexpr (WIDEST > 1)
+        if (v < vectors) register_block<ROWS, 1>(inner, a, b + v * LANES, b_stride, c + v * LANES, c_stride, add);
+}
+
+template <int ROWS, Skip SKIP>
+static inline int64_t panels(
+    int64_t m, int64_t rows, int vectors, int64_t inner, Strided a, const float* b, int64_t b_stride, float* c,
+    int64_t c_stride, bool add
+) {
+    for (; m + ROWS <= rows; m += ROWS) {
+        int wanted = vectors;
+        int64_t first = 0, end = inner;
+        if (SKIP == Skip::columns_after_row) {
+            const int needed = static_cast<int>((m + ROWS + LANES - 1) / LANES);
+            wanted = needed < vectors ? needed : vectors;
+        }
+        if (SKIP == Skip::inner_after_row) end = m + ROWS < inner ? m + ROWS : inner;
+        if (SKIP == Skip::inner_before_row) first = m;
+        const Strided part{a.data + m * a.by_row + first * a.by_column, a.by_row, a.by_column};
+        panel<ROWS>(wanted, end - first, part, b + first * b_stride, b_stride, c + m * c_stride, c_stride, add);
+    }
+    return m;
+}
+
+// C [rows, vectors * LANES] = A [rows, inner] B [inner, vectors * LANES], added to C if `add`.
+template <Skip SKIP>
+static inline void product(
+    int64_t rows, int vectors, int64_t inner, Strided a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+) {
+    int64_t m = 0;
+    if (vectors <= NARROW_VECTORS) m = panels<12, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
+    m = panels<6, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
+    m = panels<4, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
+    panels<1, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
+}
+
+// `rows` rows of `width` floats times `factor`, into rows of `padded` floats. What is added is zero, whole rows up to
+// `padded_rows` too.
+static inline void pack(
+    const float* from, int64_t stride, int64_t rows, int64_t width, float factor, float* to, int64_t padded, int64_t padded_rows
+) {
+    const int64_t whole = width / LANES * LANES;
+    for (int64_t i = 0; i < rows; i++, from += stride, to += padded) {
+        for (int64_t c = 0; c < whole; c += LANES) store(to + c, load(from + c) * factor);
+        for (int64_t c = whole; c < width; c++) to[c] = from[c] * factor;
+        for (int64_t c = width; c < padded; c++) to[c] = 0;
+    }
+    std::memset(to, 0, sizeof(float) * (padded_rows - rows) * padded);
+}
+
+// The reverse: drops the padding.
+static inline void unpack(
+    const float* from, int64_t padded, int64_t rows, int64_t width, float factor, float* to, int64_t stride
+) {
+    const int64_t whole = width / LANES * LANES;
+    for (int64_t i = 0; i < rows; i++, from += padded, to += stride) {
+        for (int64_t c = 0; c < whole; c += LANES) store(to + c, load(from + c) * factor);
+        for (int64_t c = whole; c < width; c++) to[c] = from[c] * factor;
+    }
+}
+
+// low = a0 b0 a1 b1 ..., high = the same of the upper halves.
+static inline void interleave(Vector a, Vector b, Vector& low, Vector& high) {
+#if defined(__GNUC__) && !defined(__clang__)
+    const Lanes lanes = lane_numbers();
+    const Lanes order = (lanes >> 1) + (lanes & 1) * LANES;
+    low = __builtin_shuffle(a, b, order);
+    high = __builtin_shuffle(a, b, order + LANES / 2);
+#else
+    for (int lane = 0; lane < LANES; lane++) {
+        low[lane] = (lane & 1 ? b : a)[lane / 2];
+        high[lane] = (lane & 1 ? b : a)[lane / 2 + LANES / 2];
+    }
+#endif
+}
+
+// from [rows, columns] to [columns, rows], both sizes multiples of LANES.
+static inline void transpose(
+    const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to, int64_t to_stride
+) {
+    for (int64_t i = 0; i < rows; i += LANES)
+        for (int64_t c = 0; c < columns; c += LANES) {
+            Vector block[LANES], next[LANES];
+            for (int r = 0; r < LANES; r++) block[r] = load(from + (i + r) * from_stride + c);
+            // log2(LANES) perfect shuffles of the rows transpose a square.
+#pragma GCC unroll 4
+            for (int step = 1; step < LANES; step *= 2) {
+                for (int r = 0; r < LANES / 2; r++) interleave(block[r], block[r + LANES / 2], next[2 * r], next[2 * r + 1]);
+                for (int r = 0; r < LANES; r++) block[r] = next[r];
+            }
+            for (int r = 0; r < LANES; r++) store(to + (c + r) * to_stride + i, block[r]);
+        }
+}
+
+}  // namespace turbogr

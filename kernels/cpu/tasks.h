@@ -1,0 +1,112 @@
+// The work on a jagged batch: one task per sequence and some of its heads, taken from a queue, the longest first.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "vectors.h"
+
+namespace turbogr {
+
+constexpr int TILE = 64;  // rows and columns of a tile of scores
+
+// Heads are taken together while their tokens are so few: a task then works from the cache and is a small part of a batch.
+constexpr int64_t TOKENS_PER_TASK = 4096;
+
+struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<char, Free>;
+
+static inline Memory allocate(int64_t bytes) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 64, static_cast<size_t>(std::max<int64_t>(bytes, 64))) != 0) return nullptr;
+    return Memory(static_cast<char*>(memory));
+}
+
+// Hands out aligned pieces of one block; with a null block it only counts.
+class Arena {
+  public:
+    explicit Arena(char* block) : block_(block) {}
+    template <typename T>
+    T* take(int64_t count) {
+        T* piece = block_ == nullptr ? nullptr : reinterpret_cast<T*>(block_ + used_);
+        used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+        return piece;
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    char* block_;
+    int64_t used_ = 0;
+};
+
+struct Task {
+    int64_t first_token, length, first_head, heads;
+    int64_t position_sums;  // where its partial sums of the position bias begin
+};
+
+// Tasks in the order of the batch, and the order in which they are worked on.
+struct Queue {
+    std::unique_ptr<Task[]> tasks;
+    std::unique_ptr<int64_t[]> order;
+    int64_t count = 0, longest = 0, position_sums = 0;
+
+    bool build(const int64_t* offsets, int64_t sequences, int64_t heads) {
+        const int64_t most = sequences * heads;
+        tasks.reset(new (std::nothrow) Task[static_cast<size_t>(most)]);
+        order.reset(new (std::nothrow) int64_t[static_cast<size_t>(most)]);
+        if (!tasks || !order) return false;
+        for (int64_t b = 0; b < sequences; b++) {
+            const int64_t length = offsets[b + 1] - offsets[b];
+            if (length == 0) continue;
+            longest = std::max(longest, length);
+            const int64_t most_together = std::clamp<int64_t>(TOKENS_PER_TASK / length, 1, heads);
+            const int64_t groups = (heads + most_together - 1) / most_together;
+            const int64_t together = (heads + groups - 1) / groups;  // groups of nearly equal size
+            for (int64_t h = 0; h < heads; h += together) {
+                tasks[count] = {offsets[b], length, h, std::min(together, heads - h), position_sums};
+                order[count] = count;
+                count++;
+                position_sums += round_up(length + LANES, 16);
+            }
+        }
+        const auto cost = [&](int64_t t) {
+            return static_cast<double>(tasks[t].heads * tasks[t].length) * static_cast<double>(tasks[t].length);
+        };
+        std::sort(order.get(), order.get() + count, [&](int64_t a, int64_t b) {
+            return cost(a) != cost(b) ? cost(a) > cost(b) : a < b;
+        });
+        return true;
+    }
+
+    // Tokens times heads of the largest task, each sequence rounded up to whole tiles.
+    int64_t most_tokens() const {
+        int64_t most = 0;
+        for (int64_t t = 0; t < count; t++) most = std::max(most, tasks[t].heads * round_up(tasks[t].length, TILE));
+        return most;
+    }
+};
+
+// Runs every task on its thread's worker; false if a thread found no memory. `make` builds a worker on an arena, `run` uses it.
+template <typename Make, typename Run>
+bool work(const Queue& queue, int64_t wanted_threads, Make make, Run run) {
+    const int64_t bytes = make(Arena(nullptr)).used();
+    const int threads = static_cast<int>(std::clamp<int64_t>(wanted_threads, 1, std::max<int64_t>(queue.count, 1)));
+    std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(threads)
+    {
+        const Memory memory = allocate(bytes);
+        auto worker = make(Arena(memory.get()));
+        if (!memory) failed = true;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t x = 0; x < queue.count; x++)
+            if (memory) run(worker, queue.order[x]);
+    }
+    return !failed;
+}
+
+}  // namespace turbogr

@@ -1,0 +1,123 @@
+// Vectors of floats from one source: GCC vector extensions, as wide as the machine that -march=native names.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
+namespace turbogr {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int MAX_VECTORS = 4;  // columns of a register block, in vectors: 32 registers hold 6 x 4 sums
+constexpr int NARROW_VECTORS = 2;  // up to so many columns, 12 rows are summed at once
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+constexpr int MAX_VECTORS = 2;  // 16 registers hold 6 x 2 sums
+constexpr int NARROW_VECTORS = 1;
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+constexpr int MAX_VECTORS = 4;
+constexpr int NARROW_VECTORS = 2;
+#else
+constexpr int LANES = 4;
+constexpr int MAX_VECTORS = 2;
+constexpr int NARROW_VECTORS = 1;
+#endif
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t Lanes __attribute__((vector_size(4 * LANES)));
+
+constexpr int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+static inline Vector load(const float* from) {
+    Vector x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline void store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
+
+static inline Vector broadcast(float x) { return x - Vector{}; }
+
+static inline Lanes as_integers(Vector x) {
+    Lanes bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static inline Vector as_floats(Lanes bits) {
+    Vector x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline Lanes lane_numbers() {
+    Lanes x;
+    for (int lane = 0; lane < LANES; lane++) x[lane] = lane;
+    return x;
+}
+
+// The first `count` lanes of x, zero in the others.
+static inline Vector first_lanes(Vector x, int64_t count) {
+    return lane_numbers() < static_cast<int32_t>(count) ? x : Vector{};
+}
+
+static inline float sum(Vector x) {
+    float total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += x[lane];
+    return total;
+}
+
+static inline Vector maximum(Vector a, Vector b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX__)
+    return _mm256_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+static inline Vector minimum(Vector a, Vector b) {
+#if defined(__AVX512F__)
+    return _mm512_min_ps(a, b);
+#elif defined(__AVX__)
+    return _mm256_min_ps(a, b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+// 1 / (1 + exp(-x)), to 2e-7 relative near 0 and 2e-6 at the ends. The argument is held within +-87, where float32 still has
+// normal numbers. A NaN gives some finite number: the callers multiply by x, which hands the NaN on.
+static inline Vector sigmoid(Vector x) {
+    const Vector bounded = minimum(maximum(x, broadcast(-87.0f)), broadcast(87.0f));
+    // exp(-x) = 2^(n + f) with n an integer and |f| <= 1/2: adding 1.5 * 2^23 rounds, and n then stands in the low bits.
+    const Vector shifter = broadcast(12582912.0f);
+    const Vector shifted = bounded * -1.44269504f + shifter;
+    const Vector f = bounded * -1.44269504f - (shifted - shifter);
+    Vector p = f * 1.32186722e-3f + 9.67169832e-3f;
+    p = p * f + 5.55089302e-2f;
+    p = p * f + 0.24022238f;
+    p = p * f + 0.69314688f;
+    p = p * f + 1.0f;
+    return 1.0f / (1.0f + as_floats(as_integers(p) + (as_integers(shifted) << 23)));
+}
+
+// log2 of x >= 1, to 1.5e-5 + 2^-23 log2 x: good for a guess that is checked.
+static inline Vector log2_roughly(Vector x) {
+    const Lanes bits = as_integers(x);
+    const Vector exponent = __builtin_convertvector((bits >> 23) - 127, Vector);
+    const Vector t = as_floats((bits & 0x007fffff) | 0x3f800000) - 1.0f;
+    Vector p = t * 0.043928627f - 0.18983245f;
+    p = p * t + 0.41156149f;
+    p = p * t - 0.70725346f;
+    p = p * t + 1.44159210f;
+    return exponent + (p * t + 1.4390930e-5f);
+}
+
+}  // namespace turbogr

@@ -1,0 +1,190 @@
+"""The C++ kernel of HSTU attention beyond what every back end is tested on: shapes at tile edges, buckets, threads, memory."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.ops.jagged_cases import max_errors, offsets_of
+from tests.ops.test_hstu_attention import inputs_of, pair
+from turbogr.models.bias import TimeBuckets
+from turbogr.ops import hstu_attention
+from turbogr.ops.hstu_attention import KERNEL, jagged_hstu_attention
+from turbogr.ops.hstu_native import bucket_thresholds
+from turbogr.ops.native import Kernel
+from turbogr.resources import kernels_dir
+
+TOLERANCE = 1e-5
+EDGES = [0, 1, 2, 63, 64, 65, 0, 127, 129]
+BUCKETS = [
+    (128, 0.301, 1.0),
+    (128, 0.301, 1000.0),
+    (32, 0.5, 60.0),
+    (12, 0.7, 60.0),
+    (64, math.log(2), 1.0),  # every power of two is a threshold
+    (20, 2.0, 1e-3),
+    (300, 0.05, 1.0),
+    (150, 0.001, 1.0),  # too fine to guess: every bucket is looked up
+    (1, 0.301, 1.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def _kernel():
+    if KERNEL.library() is None:
+        pytest.skip(KERNEL.failure())
+
+
+@pytest.mark.parametrize(
+    ("heads", "qk_dim", "v_dim"),
+    [(1, 8, 8), (2, 16, 33), (3, 50, 50), (4, 32, 32), (5, 7, 65), (6, 1, 1), (7, 17, 128), (8, 128, 64)],
+)
+def test_edges_of_tiles_at_all_widths(heads, qk_dim, v_dim):
+    tensors, offsets, queries, keys = inputs_of(EDGES, heads, qk_dim, v_dim, torch.float32)
+    operator, reference = pair(offsets, queries, keys, backend="cpp", alpha=qk_dim**-0.5)
+    assert max(max_errors(operator, reference, tensors, relative=True)) < TOLERANCE
+
+
+def test_one_sequence_of_5000_tokens():
+    """Against the formula for some rows: only they have a gradient, so that nothing of size [5000, 5000] is needed."""
+    tensors, offsets, queries, keys = inputs_of([5000, 3], heads=2, dtype=torch.float32)
+    rows = torch.cat([torch.tensor([0, 63, 64, 4999]), torch.randint(0, 5000, (100,))]).unique()
+    operator, _ = pair(offsets, queries, keys, backend="cpp")
+
+    def formula(q, k, v, position, time):
+        q, k, v, position, time = (x.double() for x in (q, k, v, position, time))
+        distance = rows[:, None] - torch.arange(5000)
+        bucket = TimeBuckets(time.numel() - 1).buckets(queries[rows, None] - keys[None, :5000])
+        scores = 0.7 * torch.einsum("ihd,jhd->hij", q[rows], k[:5000]) + position[distance.clamp(min=0)] + time[bucket]
+        return 0.05 * torch.einsum("hij,jhd->ihd", F.silu(scores) * (distance >= 0), v[:5000])
+
+    assert max(max_errors(lambda *x: operator(*x)[rows], formula, tensors, relative=True)) < TOLERANCE
+
+
+def test_threads_do_not_change_a_bit():
+    tensors, offsets, queries, keys = inputs_of([300, 5, 64, 1, 200], heads=4, qk_dim=16, v_dim=16, dtype=torch.float32)
+    operator, _ = pair(offsets, queries, keys, backend="cpp")
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            out = operator(*tensors)
+            results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def bucket_of(gaps, count, divisor, unit, sign, alone):
+    """Buckets that the kernel uses: row b of the table holds b + 1, and an output that reads one value tells it."""
+    tokens = gaps.numel()
+    table = torch.arange(1.0, count + 2)
+    if alone:  # one sequence a gap
+        offsets, times, values = torch.arange(tokens + 1), torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens, 1, 1)
+        queries, keys = (times, gaps) if sign < 0 else (gaps, times)
+    else:  # one sequence, whose last row sees every gap
+        offsets, values = offsets_of([tokens]), torch.eye(tokens)[:, None]
+        queries, keys = torch.zeros(tokens, dtype=torch.int64), -sign * gaps
+    zeros = torch.zeros(tokens, 1, 1)
+    out = jagged_hstu_attention(
+        zeros,
+        zeros,
+        values,
+        offsets,
+        scale=1.0,
+        time_bias=table,
+        query_times=queries,
+        key_times=keys,
+        time_unit=unit,
+        time_divisor=divisor,
+        backend="cpp",
+    )
+    read = out[:, 0, 0] if alone else out[-1, 0]
+    return (read[:, None] - F.silu(table)).abs().argmin(1)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("largest", [2**20, 2**50, 2**62])
+@pytest.mark.parametrize(("count", "divisor", "unit"), BUCKETS)
+def test_buckets_are_those_of_float64_at_every_threshold(count, divisor, unit, largest, sign, alone):
+    thresholds = bucket_thresholds(count + 1, unit, divisor)
+    assert thresholds.shape == (count,)
+    near = (thresholds[thresholds < largest, None] + torch.tensor([-2, -1, 0, 1, 2])).flatten()
+    spread = torch.logspace(0, math.log10(largest), 100, dtype=torch.float64).long()
+    gaps = torch.cat([near, spread, torch.arange(5)]).clamp(min=0)
+    expected = TimeBuckets(count, divisor, unit).buckets(gaps)
+    assert torch.equal(bucket_of(gaps, count, divisor, unit, sign, alone), expected)
+    if count > 1:
+        assert expected.unique().numel() > 1, "negative control: the gaps tell buckets apart"
+
+
+def test_thresholds_are_the_smallest_gaps_of_their_buckets():
+    thresholds = bucket_thresholds(129, 1.0, 0.301)
+    reachable = thresholds < 2**60
+    buckets = TimeBuckets(128, 0.301, 1.0)
+    wanted = torch.arange(1, 129)[reachable]
+    assert (buckets.buckets(thresholds[reachable]) >= wanted).all()
+    assert (buckets.buckets(thresholds[reachable] - 1) < wanted).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_damaged_numbers_stay_visible(which, value):
+    tensors, offsets, queries, keys = inputs_of([70, 3], dtype=torch.float32)
+    with torch.no_grad():
+        tensors[which][5, 1, 2] = value
+    actual, expected = (pair(offsets, queries, keys, backend=b)[0](*tensors).isfinite() for b in ("cpp", "torch"))
+    assert torch.equal(actual, expected)
+    assert not actual.all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["-mno-avx512f", "-mno-avx"])
+def test_narrower_vectors(flags, monkeypatch, tmp_path):
+    """The same source for processors with AVX2 and with four lanes only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", f"g++ {flags}")
+    kernel = Kernel("hstu_attention")
+    if kernel.library() is None:
+        pytest.skip(f"g++ {flags} does not build here: {kernel.failure()}")
+    monkeypatch.setattr(hstu_attention, "KERNEL", kernel)
+    test_edges_of_tiles_at_all_widths(3, 50, 33)
+    test_edges_of_tiles_at_all_widths(2, 7, 8)
+    for sign, alone in ((1, True), (-1, False)):
+        test_buckets_are_those_of_float64_at_every_threshold(128, 0.301, 1.0, 2**50, sign, alone)
+
+
+@pytest.mark.slow
+def test_no_access_outside_and_no_undefined_behaviour(tmp_path):
+    """A driver with heap buffers of exact size, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    driver = __file__.replace("test_hstu_kernel.py", "hstu_sanitizer.cpp")
+    source = kernels_dir() / "cpu" / "hstu_attention.cpp"
+    program = tmp_path / "driver"
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-march=native",
+        "-fopenmp",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ]
+    command = ["g++", *flags, f"-I{source.parent}", str(source), driver, "-o", str(program)]
+    build = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "cannot find -l" in build.stderr or "libasan" in build.stderr:
+        pytest.skip("the compiler came without its sanitizers")
+    assert build.returncode == 0, build.stderr
+    # The runtimes of OpenMP keep their threads' memory until the end.
+    environment = {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
+    run = subprocess.run([str(program)], capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.startswith("checked ")
+    damaged = subprocess.run([str(program), "short"], capture_output=True, text=True, env=environment, check=False)
+    assert damaged.returncode != 0, "negative control: a buffer that is one float short is noticed"
+    assert "heap-buffer-overflow" in damaged.stderr

@@ -1,0 +1,165 @@
+"""The C++ back end of `turbogr::jagged_hstu_attention`: what `kernels/cpu/hstu_attention.h` declares, called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from turbogr.ops.native import Kernel
+
+KERNEL = Kernel("hstu_attention")
+
+
+class _Problem(ctypes.Structure):
+    """`TurbogrHstu`."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("sequences", "heads", "qk_width", "v_width")),
+        *((name, c_void_p) for name in ("offsets", "q", "k", "v")),
+        *((f"{name}_{axis}", c_int64) for name in "qkv" for axis in ("row", "head")),
+        *((name, c_void_p) for name in ("position_bias", "time_bias")),
+        ("time_count", c_int64),
+        *((name, c_void_p) for name in ("thresholds", "query_times", "key_times")),
+        *((name, c_double) for name in ("time_unit", "time_divisor")),
+        *((name, c_float) for name in ("scale", "alpha")),
+        ("threads", c_int64),
+    ]
+
+
+class _Gradients(ctypes.Structure):
+    """`TurbogrHstuGradients`."""
+
+    _fields_ = [
+        ("out", c_void_p),
+        *((f"out_{axis}", c_int64) for axis in ("row", "head")),
+        *((name, c_void_p) for name in "qkv"),
+        *((f"{name}_{axis}", c_int64) for name in "qkv" for axis in ("row", "head")),
+        ("position_bias", c_void_p),
+        ("position_count", c_int64),
+        ("time_bias", c_void_p),
+    ]
+
+
+class HSTUKernel:
+    """One call's inputs, in the form that the kernel reads; they stay alive as long as this object.
+
+    Args are those of the operator, float32 (the tables: any float dtype) and on the CPU.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        position_bias: Tensor | None,
+        time_bias: Tensor | None,
+        query_times: Tensor | None,
+        key_times: Tensor | None,
+        scale: float,
+        alpha: float,
+        time_unit: float,
+        time_divisor: float,
+    ) -> None:
+        self.library = library
+        self.inputs = (q, k, v)
+        self.q, self.k, self.v = (_rows(x) for x in (q, k, v))
+        tables = [None if table is None else table.float().contiguous() for table in (position_bias, time_bias)]
+        times = [None if time_bias is None or x is None else x.contiguous() for x in (query_times, key_times)]
+        thresholds = None if time_bias is None else bucket_thresholds(time_bias.numel(), time_unit, time_divisor)
+        self.kept = [offsets.contiguous(), *tables, thresholds, *times]
+        pointers = [_pointer(x) for x in self.kept]
+        self.problem = _Problem(
+            offsets.numel() - 1,
+            *q.shape[1:],
+            v.shape[2],
+            pointers[0],
+            *(_pointer(x) for x in (self.q, self.k, self.v)),
+            *(stride for x in (self.q, self.k, self.v) for stride in x.stride()[:2]),
+            *pointers[1:3],
+            0 if time_bias is None else time_bias.numel(),
+            *pointers[3:],
+            time_unit,
+            time_divisor,
+            scale,
+            alpha,
+            torch.get_num_threads(),
+        )
+        self.position_bias, self.time_bias = position_bias, time_bias
+
+    def forward(self) -> Tensor:
+        """float32 [T, H, dv]."""
+        out = self.v.new_empty(self.v.shape)
+        run = self.library.turbogr_hstu_forward
+        run.argtypes, run.restype = [POINTER(_Problem), c_void_p, c_int64, c_int64], c_int
+        _check(run(self.problem, out.data_ptr(), *out.stride()[:2]))
+        return out
+
+    def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v and of both tables (empty where there is none), given that of the output [T, H, dv]."""
+        gradient = _rows(gradient)
+        shaped = [torch.empty_like(x) for x in self.inputs]
+        grads = [_rows(x) for x in shaped]
+        tables = [self.q.new_empty(0 if x is None else x.numel()) for x in (self.position_bias, self.time_bias)]
+        run = self.library.turbogr_hstu_backward
+        run.argtypes, run.restype = [POINTER(_Problem), POINTER(_Gradients)], c_int
+        gradients = _Gradients(
+            _pointer(gradient),
+            *gradient.stride()[:2],
+            *(_pointer(x) for x in grads),
+            *(stride for x in grads for stride in x.stride()[:2]),
+            _pointer(tables[0]),
+            tables[0].numel(),
+            _pointer(tables[1]),
+        )
+        _check(run(self.problem, gradients))
+        grad_q, grad_k, grad_v = (x if x is y else x.copy_(y) for x, y in zip(shaped, grads, strict=True))
+        position, time = (
+            x if table is None else x.to(table.dtype)
+            for x, table in zip(tables, (self.position_bias, self.time_bias), strict=True)
+        )
+        return grad_q, grad_k, grad_v, position, time
+
+
+@lru_cache(maxsize=64)
+def bucket_thresholds(count: int, unit: float, divisor: float) -> Tensor:
+    """The smallest integer time difference of each bucket from 1 on.
+
+    Found by bisection of the operator's float64 formula itself, so that counting the thresholds that a difference reaches
+    gives the formula's bucket for every difference.
+
+    Args:
+        count: buckets, that is rows of the time-bias table.
+        unit: ticks per unit of the formula.
+        divisor: width of a bucket in natural logarithms.
+
+    Returns:
+        int64 [count - 1], rising; the largest int64 stands for a bucket that no difference reaches.
+    """
+    wanted = torch.arange(1, count, dtype=torch.int64)
+    below, reached = torch.zeros_like(wanted), torch.full_like(wanted, torch.iinfo(torch.int64).max)
+    while bool((reached - below > 1).any()):
+        middle = below + (reached - below) // 2
+        bucket = ((middle.double() / unit).clamp(min=1).log() / divisor).floor()
+        reaches = bucket >= wanted
+        reached, below = torch.where(reaches, middle, reached), torch.where(reaches, below, middle)
+    return reached
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` itself where its last axis is contiguous: the kernel reads strided rows."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _check(code: int) -> None:
+    if code:
+        raise MemoryError("turbogr::jagged_hstu_attention: no memory for the threads' scratch")
