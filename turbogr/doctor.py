@@ -247,12 +247,13 @@ def _print(console: Console, findings: list[Finding], result: Probe) -> None:
 
 
 def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
-        path = shutil.which(shlex.split(name)[0]) if name else None
-        if path:
-            answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-            return f"{path} ({answer.stdout.splitlines()[0] if answer.stdout else 'does not tell its version'})"
-    return "none found (CXX, g++, clang++, c++)"
+    # The same choice as in turbogr/ops/native.py, which is not imported here: it needs torch.
+    name = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
+    path = shutil.which(name)
+    if path is None:
+        return f"{name} is not on the path: attention uses PyTorch, which is slower; install g++ or set CXX"
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return f"{path} ({answer.stdout.splitlines()[0] if answer.stdout else 'does not tell its version'})"
 
 
 def _torch_cuda() -> str | None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from turbogr.errors import ConfigurationError
-from turbogr.ops.hstu_attention import time_buckets
 
 BIAS_STD = 0.02
 
@@ -39,8 +38,8 @@ class TimeBuckets:
             raise ConfigurationError(f"TimeBuckets: count, divisor and unit must be positive, got {self}")
 
     def buckets(self, gaps: Tensor) -> Tensor:
-        """int32 buckets of integer time differences, any shape: what attention computes inside, to be looked at."""
-        return time_buckets(gaps.to(torch.float32, copy=True), self.count + 1, self.unit, self.divisor)
+        """int64 buckets of integer time differences, any shape, in float64: what attention computes inside, to be looked at."""
+        return (gaps.abs().double() / self.unit).clamp(min=1).log().div(self.divisor).floor().clamp(max=self.count).long()
 
 
 class RelativeBias(nn.Module):
