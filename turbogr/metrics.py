@@ -6,6 +6,7 @@ whose sums do not depend on the order of batches or the number of processes, and
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -48,8 +49,9 @@ class _RankHistogram(Metric):
         gains = (self.histogram[:-1] * self._gains()).cumsum(0) / self.histogram.sum().clamp(min=1)
         return {f"{self.name}@{k}": gains[k - 1].float() for k in self.top_k}
 
+    @abstractmethod
     def _gains(self) -> Tensor:
-        raise NotImplementedError
+        """Float64 [K]: what a target at rank 0..K-1 is worth."""
 
 
 class HitRate(_RankHistogram):

@@ -1,0 +1,221 @@
+"""Commands, options, configuration files: what is accepted, and how errors read."""
+
+import sys
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401 (so that its log handlers exist before the first test)
+import pytest
+import torch
+
+from tests.cli.support import SMALL, Built, child, fails, printed
+from turbogr.cli import main
+
+# Before any subcommand is built.
+
+
+def test_help_imports_neither_torch_nor_lightning():
+    code = (
+        "import sys; from turbogr.cli import main; main(['--help']); main(['--version']);"
+        "assert not {'torch', 'lightning', 'jsonargparse'} & set(sys.modules)"
+    )
+    run = child([sys.executable, "-c", code])
+    assert run.returncode == 0, run.stderr
+    assert all(command in run.stdout for command in ("fit", "validate", "test", "predict", "data", "doctor"))
+
+
+def test_broken_lightning_is_one_line_that_names_the_doctor(tmp_path):
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning" / "__init__.py").write_text("raise ImportError('half installed')")
+    turbogr = [sys.executable, "-m", "turbogr"]
+    assert child([*turbogr, "--help"], first=tmp_path).returncode == 0
+    run = child([*turbogr, "fit"], first=tmp_path)
+    assert run.returncode == 1
+    assert run.stderr.splitlines() == [
+        "turbogr fit: error: half installed; run `turbogr doctor` to see what is broken and how to mend it"
+    ]
+
+
+def test_misspelt_command(capsys):
+    assert fails(["fitt"], capsys) == (2, "turbogr: error: there is no command 'fitt'; did you mean fit?")
+
+
+def test_data_is_dispatched(capsys):
+    with pytest.raises(SystemExit):
+        main(["data", "prepare", "--help"])
+    assert "--k-core" in capsys.readouterr().out
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--trainer.max_epoch=3"], "there is no option --trainer.max_epoch; did you mean --trainer.max_epochs?"),
+        (["--trainr.max_epochs=3"], "there is no option --trainr; did you mean --trainer?"),
+        (["--data.batchsize", "3"], "there is no option --data.batchsize; did you mean --data.batch_size?"),
+        (["--model.backbone.dimm=3"], "model.backbone: turbogr.models.hstu.HSTU has no option dimm; did you mean dim?"),
+        (["--model.backbone=SASRecc"], "neither a class path nor the name of a known class; did you mean SASRec?"),
+        (["--model.backbone=turbogr.models.hstu.HSTUU"], "there is no turbogr.models.hstu.HSTUU; did you mean HSTU?"),
+        (["--model.backbone=turbogr.nothing.HSTU"], "there is no turbogr.nothing"),
+        (["--model.embeddings.optimizer.lrr=3"], "LazyAdam has no option lrr; did you mean lr?"),
+        (
+            ["--trainer.callbacks+=Timer", "--trainer.callbacks.durationn=1"],
+            "Timer has no option durationn; did you mean duration?",
+        ),
+        (["--trainer.max_epochs=three"], "trainer.max_epochs: 'three' is not accepted, expected int or null"),
+        (["--data.protocol=two_way"], "data.protocol"),
+        (["--model.optimizer.lrr=1"], "model.optimizer: torch.optim.AdamW has no option lrr; did you mean lr?"),
+        (["--model.optimizer.weightdecay=1"], "torch.optim.AdamW has no option weightdecay; did you mean weight_decay?"),
+        (
+            ["--model.optimizer=AdamWW"],
+            "model.optimizer: AdamWW is neither a class path nor the name of a known class; did you",
+        ),
+        (["--model.optimizer.lr=x"], "model.optimizer.init_args.lr: 'x' is not accepted, expected float"),
+        (
+            ["--model.scheduler=StepLR", "--model.scheduler.step_siz=3"],
+            "model.scheduler: torch.optim.lr_scheduler.StepLR has no option step_siz; did you mean step_size?",
+        ),
+        (["--model.scheduler=StepLRR"], "known class; did you mean StepLR?"),
+        (["--model.scheduler=StepLR"], "model.scheduler.init_args.step_size must be given"),
+    ],
+)
+def test_wrong_option_on_the_command_line(args, message, prepared, capsys):
+    code, line = fails(["fit", f"--data.path={prepared}", *args], capsys)
+    assert code == 2
+    assert message in line
+    assert line.startswith("turbogr fit: error: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer: {max_epoch: 3}", "there is no option trainer.max_epoch; did you mean trainer.max_epochs?"),
+        ("trainr: {max_epochs: 3}", "there is no option trainr; did you mean trainer?"),
+        ("model: {backbone: {init_args: {dimm: 3}}}", "turbogr.models.hstu.HSTU has no option dimm; did you mean dim?"),
+        (
+            "model: {embeddings: {init_args: {optimizer: {class_path: AdaGrad, init_args: {epss: 3}}}}}",
+            "model.embeddings.init_args.optimizer: turbogr.sparse.optimizers.AdaGrad has no option epss; did you mean eps?",
+        ),
+        ("data: {batch_size: many}", "data.batch_size: 'many' is not accepted, expected int"),
+        (
+            "model: {optimizer: {class_path: torch.optim.AdamW, init_args: {lrr: 1}}}",
+            "model.optimizer: torch.optim.AdamW has no option lrr; did you mean lr?",
+        ),
+    ],
+)
+def test_wrong_option_in_a_file(text, message, prepared, capsys):
+    Path("wrong.yaml").write_text(text)
+    code, line = fails(["fit", f"--data.path={prepared}", "-c", "wrong.yaml"], capsys)
+    assert code == 2
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  backbone: [\n", "wrong.yaml, line 3, column 1: not valid YAML"),
+        ("", "wrong.yaml is empty"),
+        ("# nothing yet\n", "wrong.yaml is empty"),
+        ("- trainer\n", "wrong.yaml holds a list"),
+    ],
+)
+@pytest.mark.parametrize("option", [["-c", "wrong.yaml"], ["--config=wrong.yaml"]])
+def test_file_that_is_no_configuration(text, message, option, prepared, capsys):
+    Path("wrong.yaml").write_text(text)
+    code, line = fails(["fit", f"--data.path={prepared}", *option], capsys)
+    assert code == 1
+    assert message in line
+
+
+def test_missing_option(capsys):
+    assert fails(["fit"], capsys) == (
+        2,
+        "turbogr fit: error: --data.path must be given, on the command line or in a configuration file",
+    )
+
+
+def test_files_compose_and_callbacks_append(prepared, capsys):
+    Path("a.yaml").write_text("trainer: {max_epochs: 7, callbacks: [{class_path: DeviceStatsMonitor}]}\ndata: {batch_size: 4}")
+    Path("b.yaml").write_text("trainer: {callbacks+: [{class_path: LearningRateMonitor}]}\ndata: {batch_size: 5}")
+    config = printed(["fit", "-c", "a.yaml", "--config", "b.yaml", f"--data.path={prepared}", "--data.num_negatives=9"], capsys)
+    assert [c["class_path"].rpartition(".")[2] for c in config["trainer"]["callbacks"]] == [
+        "DeviceStatsMonitor",
+        "LearningRateMonitor",
+    ]
+    assert config["trainer"]["max_epochs"] == 7
+    assert (config["data"]["batch_size"], config["data"]["num_negatives"]) == (5, 9)
+    assert config["checkpoint"]["monitor"] == "val/NDCG@10", "base.yaml is applied first"
+
+
+def test_packaged_recipe_is_found_from_anywhere_but_a_file_here_wins(capsys):
+    config = printed(["fit", "-c", "movielens-100k/hstu.yaml"], capsys)
+    assert config["data"]["path"] == "data/movielens-100k"
+    assert printed(["fit", "--config=recipes/movielens-100k/hstu.yaml"], capsys) == config
+    Path("movielens-100k").mkdir()
+    Path("movielens-100k/hstu.yaml").write_text("data: {path: mine}")
+    assert printed(["fit", "-c", "movielens-100k/hstu.yaml"], capsys)["data"]["path"] == "mine"
+
+
+def test_unknown_file_names_the_nearest_recipe(capsys):
+    code, line = fails(["fit", "-c", "movielens-100k/htsu.yaml"], capsys)
+    assert code == 1
+    assert "did you mean movielens-100k/hstu.yaml?" in line
+
+
+def test_backbone_follows_the_length_of_the_data(prepared, capsys):
+    config = printed(["fit", f"--data.path={prepared}", "--data.max_length=33", "--model.backbone=SASRec"], capsys)
+    assert config["data"]["max_length"] == 33
+    code, line = fails(["fit", f"--data.path={prepared}", "--data.max_length=33", "--model.backbone.max_length=34"], capsys)
+    assert code == 2
+    assert "max_length is 34 and data.max_length is 33" in line
+
+
+@pytest.mark.parametrize("option", ["--model.backbone.max_length=200", "--model.backbone.init_args.max_length 200"])
+def test_backbone_that_asks_for_its_default_length_is_refused_too(option, prepared, capsys):
+    code, line = fails(["fit", f"--data.path={prepared}", *SMALL, *option.split()], capsys)
+    assert code == 1
+    assert "max_length is 200 and data.max_length is 20" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model.backbone.num_heads=3"], "dim 16 is not divisible by num_heads 3"),
+        (["--model.top_k=[10,41]"], "K = 41 is impossible for a catalogue of 40 items"),
+        (["--data.num_negatives=41"], "num_negatives is 41"),
+        (["--data.path=absent"], "absent"),
+        (["--trainer.accelerator=cuda"], "CUDA"),
+        (["--trainer.max_epochs=0"], "not a single training step was done"),
+        (["--trainer.precision=64-true"], "use 32-true or bf16-mixed"),
+        (["--trainer.precision=bf16-true"], "use 32-true or bf16-mixed"),
+        (["--seed_everything=-3"], "seed_everything is -3"),
+        (["--model.seed=-1"], "model.seed is -1"),
+        (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches is 0"),
+        (["--trainer.accelerator=tpu"], "the trainer cannot be built"),
+        (["--trainer.strategy=fsdp"], "requires a GPU"),
+        (["--trainer.strategy=nonsense"], "invalid strategy"),
+        (["--trainer.default_root_dir=afile/run"], "afile is no folder"),
+        (["--checkpoint.monitor=val/NDGC@10"], "checkpoint.monitor is val/NDGC@10"),
+        (["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=val/loss"], "EarlyStopping is val/loss"),
+    ],
+)
+def test_users_error_is_one_line_without_traceback(args, message, prepared, capsys):
+    if "--trainer.accelerator=cuda" in args and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    Path("afile").touch()
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", f"--data.path={prepared}", *SMALL, *args])
+    err = capsys.readouterr().err
+    assert stopped.value.code == 1
+    assert err.splitlines()[-1].startswith("turbogr fit: error: ")
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("top_k", "monitor"), [("[5,20]", "val/NDCG@5"), ("[20,30]", "val/NDCG@20"), ("[1,10]", "val/NDCG@10")]
+)
+def test_monitor_follows_top_k(top_k, monitor, prepared):
+    built = Built("fit", [f"--data.path={prepared}", *SMALL, f"--model.top_k={top_k}"])
+    assert built.config["fit"].checkpoint.monitor == monitor
