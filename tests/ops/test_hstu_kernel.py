@@ -14,8 +14,8 @@ from tests.ops.test_hstu_attention import inputs_of, pair
 from turbogr.models.bias import TimeBuckets
 from turbogr.ops import hstu_attention
 from turbogr.ops.hstu_attention import KERNEL, jagged_hstu_attention
-from turbogr.ops.hstu_native import bucket_thresholds
 from turbogr.ops.native import Kernel
+from turbogr.ops.time_buckets import bucket_thresholds
 from turbogr.resources import kernels_dir
 
 TOLERANCE = 1e-5
@@ -80,7 +80,7 @@ def test_threads_do_not_change_a_bit():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def bucket_of(gaps, count, divisor, unit, sign, alone):
+def bucket_of(gaps, count, divisor, unit, sign, alone, backend):
     """Buckets that the kernel uses: row b of the table holds b + 1, and an output that reads one value tells it."""
     tokens = gaps.numel()
     table = torch.arange(1.0, count + 2)
@@ -102,24 +102,25 @@ def bucket_of(gaps, count, divisor, unit, sign, alone):
         key_times=keys,
         time_unit=unit,
         time_divisor=divisor,
-        backend="cpp",
+        backend=backend,
     )
     read = out[:, 0, 0] if alone else out[-1, 0]
     return (read[:, None] - F.silu(table)).abs().argmin(1)
 
 
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("largest", [2**20, 2**50, 2**62])
 @pytest.mark.parametrize(("count", "divisor", "unit"), BUCKETS)
-def test_buckets_are_those_of_float64_at_every_threshold(count, divisor, unit, largest, sign, alone):
+def test_buckets_are_those_of_float64_at_every_threshold(count, divisor, unit, largest, sign, alone, backend):
     thresholds = bucket_thresholds(count + 1, unit, divisor)
     assert thresholds.shape == (count,)
     near = (thresholds[thresholds < largest, None] + torch.tensor([-2, -1, 0, 1, 2])).flatten()
     spread = torch.logspace(0, math.log10(largest), 100, dtype=torch.float64).long()
     gaps = torch.cat([near, spread, torch.arange(5)]).clamp(min=0)
     expected = TimeBuckets(count, divisor, unit).buckets(gaps)
-    assert torch.equal(bucket_of(gaps, count, divisor, unit, sign, alone), expected)
+    assert torch.equal(bucket_of(gaps, count, divisor, unit, sign, alone, backend), expected)
     if count > 1:
         assert expected.unique().numel() > 1, "negative control: the gaps tell buckets apart"
 
@@ -157,7 +158,7 @@ def test_narrower_vectors(flags, monkeypatch, tmp_path):
     test_edges_of_tiles_at_all_widths(3, 50, 33)
     test_edges_of_tiles_at_all_widths(2, 7, 8)
     for sign, alone in ((1, True), (-1, False)):
-        test_buckets_are_those_of_float64_at_every_threshold(128, 0.301, 1.0, 2**50, sign, alone)
+        test_buckets_are_those_of_float64_at_every_threshold(128, 0.301, 1.0, 2**50, sign, alone, "cpp")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.hstu_native import KERNEL, HSTUKernel
 from turbogr.ops.jagged import LengthGroup, check_attention, length_groups, row_blocks, without_autocast
 from turbogr.ops.registry import register_loadable
+from turbogr.ops.time_buckets import TimeBucketing
 
 OPERATOR = "turbogr::jagged_hstu_attention"
 
@@ -164,22 +165,21 @@ class _Bias:
         time_divisor: float,
     ) -> None:
         self.position_bias, self.time_bias = position_bias, time_bias
-        self.time_unit, self.time_divisor = time_unit, time_divisor
         self.query_times = self.key_times = None
         if time_bias is not None and query_times is not None and key_times is not None and key_times.numel():
-            # Differences of the raw times must be exact, their logarithm need not: integers, narrow ones where they suffice.
+            # Integers, because differences must be exact; narrow ones where they suffice.
             base = torch.minimum(query_times.min(), key_times.min())
             span = torch.maximum(query_times.max(), key_times.max()) - base
-            dtype = torch.int32 if int(span) < 2**31 else torch.int64
+            dtype = torch.int32 if int(span) < 2**31 - 1 else torch.int64
             self.query_times, self.key_times = (query_times - base).to(dtype), (key_times - base).to(dtype)
+            self.buckets = TimeBucketing.of(time_bias.numel(), time_unit, time_divisor, self.key_times)
 
     def block(self, group: LengthGroup, first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
         """Bias [G, 1, rows, end] or [rows, end] of rows first..end over keys 0..end, and its buckets int32 [G, rows, end]."""
         bias = buckets = None
         if self.time_bias is not None and self.query_times is not None and self.key_times is not None:
             asked = group.gather_times(self.query_times)[:, first:end, None]
-            gap = (asked - group.gather_times(self.key_times)[:, None, :end]).float()
-            buckets = time_buckets(gap, self.time_bias.numel(), self.time_unit, self.time_divisor)
+            buckets = self.buckets(asked - group.gather_times(self.key_times)[:, None, :end])
             bias = self.time_bias.index_select(0, buckets.view(-1)).view(buckets.shape)[:, None]
         if self.position_bias is not None:
             by_distance = _toeplitz(self.position_bias, first, end)
@@ -195,24 +195,6 @@ class _Bias:
             time += torch.bincount(buckets.view(-1), by_pair.view(-1).double(), minlength=time.numel())
         if position is not None:
             _add_diagonals(by_pair.sum(0), first, end, position)
-
-
-def time_buckets(gaps: Tensor, count: int, time_unit: float, time_divisor: float) -> Tensor:
-    """Bucket of each time difference: clamp(floor(ln(max(|d| / time_unit, 1)) / time_divisor), 0, count - 1).
-
-    The logarithm is float32: a difference within 1e-6 (relative) of a bucket's edge may fall on either side of it.
-
-    Args:
-        gaps: float32, any shape, differences in the unit of the times; overwritten.
-        count: number of buckets.
-        time_unit: ticks of the times per unit of the formula.
-        time_divisor: width of a bucket in natural logarithms.
-
-    Returns:
-        int32 in the shape of `gaps`.
-    """
-    gaps.abs_().mul_(1 / time_unit).clamp_(min=1.0).log_().mul_(1 / time_divisor)
-    return gaps.clamp_(max=count - 1).int()
 
 
 def _toeplitz(table: Tensor, first: int, end: int) -> Tensor:

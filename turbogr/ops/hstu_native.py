@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from turbogr.ops.native import Kernel
+from turbogr.ops.time_buckets import bucket_thresholds
 
 KERNEL = Kernel("hstu_attention")
 
@@ -124,31 +124,6 @@ class HSTUKernel:
             for x, table in zip(tables, (self.position_bias, self.time_bias), strict=True)
         )
         return grad_q, grad_k, grad_v, position, time
-
-
-@lru_cache(maxsize=64)
-def bucket_thresholds(count: int, unit: float, divisor: float) -> Tensor:
-    """The smallest integer time difference of each bucket from 1 on.
-
-    Found by bisection of the operator's float64 formula itself, so that counting the thresholds that a difference reaches
-    gives the formula's bucket for every difference.
-
-    Args:
-        count: buckets, that is rows of the time-bias table.
-        unit: ticks per unit of the formula.
-        divisor: width of a bucket in natural logarithms.
-
-    Returns:
-        int64 [count - 1], rising; the largest int64 stands for a bucket that no difference reaches.
-    """
-    wanted = torch.arange(1, count, dtype=torch.int64)
-    below, reached = torch.zeros_like(wanted), torch.full_like(wanted, torch.iinfo(torch.int64).max)
-    while bool((reached - below > 1).any()):
-        middle = below + (reached - below) // 2
-        bucket = ((middle.double() / unit).clamp(min=1).log() / divisor).floor()
-        reaches = bucket >= wanted
-        reached, below = torch.where(reaches, middle, reached), torch.where(reaches, below, middle)
-    return reached
 
 
 def _rows(x: Tensor) -> Tensor:
