@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import subprocess
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.ops.jagged_cases import max_errors, offsets_of
+from tests.ops.sanitizer import assert_clean
 from tests.ops.test_hstu_attention import inputs_of, pair
 from turbogr.models.bias import TimeBuckets
 from turbogr.ops import hstu_attention
 from turbogr.ops.hstu_attention import KERNEL, jagged_hstu_attention
 from turbogr.ops.native import Kernel
 from turbogr.ops.time_buckets import bucket_thresholds
-from turbogr.resources import kernels_dir
 
 TOLERANCE = 1e-5
 EDGES = [0, 1, 2, 63, 64, 65, 0, 127, 129]
@@ -163,29 +162,4 @@ def test_narrower_vectors(flags, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_no_access_outside_and_no_undefined_behaviour(tmp_path):
-    """A driver with heap buffers of exact size, under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    driver = __file__.replace("test_hstu_kernel.py", "hstu_sanitizer.cpp")
-    source = kernels_dir() / "cpu" / "hstu_attention.cpp"
-    program = tmp_path / "driver"
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-g",
-        "-march=native",
-        "-fopenmp",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover=all",
-    ]
-    command = ["g++", *flags, f"-I{source.parent}", str(source), driver, "-o", str(program)]
-    build = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "cannot find -l" in build.stderr or "libasan" in build.stderr:
-        pytest.skip("the compiler came without its sanitizers")
-    assert build.returncode == 0, build.stderr
-    # The runtimes of OpenMP keep their threads' memory until the end.
-    environment = {"ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
-    run = subprocess.run([str(program)], capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.startswith("checked ")
-    damaged = subprocess.run([str(program), "short"], capture_output=True, text=True, env=environment, check=False)
-    assert damaged.returncode != 0, "negative control: a buffer that is one float short is noticed"
-    assert "heap-buffer-overflow" in damaged.stderr
+    assert_clean("hstu_attention", "hstu_sanitizer.cpp", tmp_path)

@@ -8,10 +8,11 @@ from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from turbogr.ops.native import Kernel
+from turbogr.ops.native import Kernel, check, pointer, rows
 from turbogr.ops.time_buckets import bucket_thresholds
 
 KERNEL = Kernel("hstu_attention")
+OPERATOR = "turbogr::jagged_hstu_attention"
 
 
 class _Problem(ctypes.Structure):
@@ -68,18 +69,18 @@ class HSTUKernel:
     ) -> None:
         self.library = library
         self.inputs = (q, k, v)
-        self.q, self.k, self.v = (_rows(x) for x in (q, k, v))
+        self.q, self.k, self.v = (rows(x) for x in (q, k, v))
         tables = [None if table is None else table.float().contiguous() for table in (position_bias, time_bias)]
         times = [None if time_bias is None or x is None else x.contiguous() for x in (query_times, key_times)]
         thresholds = None if time_bias is None else bucket_thresholds(time_bias.numel(), time_unit, time_divisor)
         self.kept = [offsets.contiguous(), *tables, thresholds, *times]
-        pointers = [_pointer(x) for x in self.kept]
+        pointers = [pointer(x) for x in self.kept]
         self.problem = _Problem(
             offsets.numel() - 1,
             *q.shape[1:],
             v.shape[2],
             pointers[0],
-            *(_pointer(x) for x in (self.q, self.k, self.v)),
+            *(pointer(x) for x in (self.q, self.k, self.v)),
             *(stride for x in (self.q, self.k, self.v) for stride in x.stride()[:2]),
             *pointers[1:3],
             0 if time_bias is None else time_bias.numel(),
@@ -97,44 +98,30 @@ class HSTUKernel:
         out = self.v.new_empty(self.v.shape)
         run = self.library.turbogr_hstu_forward
         run.argtypes, run.restype = [POINTER(_Problem), c_void_p, c_int64, c_int64], c_int
-        _check(run(self.problem, out.data_ptr(), *out.stride()[:2]))
+        check(run(self.problem, out.data_ptr(), *out.stride()[:2]), OPERATOR)
         return out
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of q, k, v and of both tables (empty where there is none), given that of the output [T, H, dv]."""
-        gradient = _rows(gradient)
+        gradient = rows(gradient)
         shaped = [torch.empty_like(x) for x in self.inputs]
-        grads = [_rows(x) for x in shaped]
+        grads = [rows(x) for x in shaped]
         tables = [self.q.new_empty(0 if x is None else x.numel()) for x in (self.position_bias, self.time_bias)]
         run = self.library.turbogr_hstu_backward
         run.argtypes, run.restype = [POINTER(_Problem), POINTER(_Gradients)], c_int
         gradients = _Gradients(
-            _pointer(gradient),
+            pointer(gradient),
             *gradient.stride()[:2],
-            *(_pointer(x) for x in grads),
+            *(pointer(x) for x in grads),
             *(stride for x in grads for stride in x.stride()[:2]),
-            _pointer(tables[0]),
+            pointer(tables[0]),
             tables[0].numel(),
-            _pointer(tables[1]),
+            pointer(tables[1]),
         )
-        _check(run(self.problem, gradients))
+        check(run(self.problem, gradients), OPERATOR)
         grad_q, grad_k, grad_v = (x if x is y else x.copy_(y) for x, y in zip(shaped, grads, strict=True))
         position, time = (
             x if table is None else x.to(table.dtype)
             for x, table in zip(tables, (self.position_bias, self.time_bias), strict=True)
         )
         return grad_q, grad_k, grad_v, position, time
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` itself where its last axis is contiguous: the kernel reads strided rows."""
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _check(code: int) -> None:
-    if code:
-        raise MemoryError("turbogr::jagged_hstu_attention: no memory for the threads' scratch")

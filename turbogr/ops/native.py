@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # The kernels use OpenMP: with torch's runtime in the process before theirs, both share one pool of threads.
-import torch  # noqa: F401
+from torch import Tensor
 
 from turbogr.errors import MissingDependencyError
 from turbogr.resources import kernels_dir
@@ -102,6 +102,22 @@ class Kernel:
             self._failure = str(error)
             return "torch", self._failure
         return "cpp", f"compiled with {plan.compiler}: {plan.library}"
+
+
+def rows(x: Tensor) -> Tensor:
+    """`x` itself where its last axis is contiguous, else a contiguous copy: kernels read rows at any stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def pointer(x: Tensor | None) -> int | None:
+    """Address of the first element, for a field or an argument of type `c_void_p`; null for None."""
+    return None if x is None else x.data_ptr()
+
+
+def check(code: int, operator: str) -> None:
+    """Raises MemoryError, which names `operator`, if a kernel returned anything but 0: there was no memory for its scratch."""
+    if code:
+        raise MemoryError(f"{operator}: no memory for the threads' scratch")
 
 
 def cache_dir() -> Path:
