@@ -12,10 +12,8 @@ longer sequence) a thread, is not among them.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +21,7 @@ from functools import partial
 import torch
 from _memory import allocations
 from _report import Report, parse_arguments
+from _timing import keep_freed_memory, per_call, sgemm_rate
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -172,35 +171,6 @@ def check_agreement(shape: Shape, problem: Problem, sides: dict[str, Attention])
             # Two buckets of a small table change where one gap changes sides.
             if share > (4 / b.numel() if b.dim() == 1 else 2e-3):
                 raise SystemExit(f"{shape.name}: {what} of {name}: {share:.1%} of it differs from the padded baseline")
-
-
-def keep_freed_memory() -> None:
-    """One allocator setting for every side (glibc only: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD)."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-1, 2**31 - 1)
-        mallopt(-3, 2**30)
-
-
-def sgemm_rate() -> float:
-    """GFLOP/s of a float32 product of 1024 x 1024 matrices: the best of 20."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    return 2 * 1024**3 / min(timed(lambda: torch.mm(a, b)) for _ in range(20)) / 1e9
-
-
-def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call: of the process with one thread, on the wall with more."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = clock()
-    function()
-    return clock() - start
-
-
-def per_call(function: Callable[[], object]) -> float:
-    """Seconds of a call, averaged over enough calls to fill 20 ms."""
-    function()  # after the other sides' calls, the first one finds cold caches
-    calls = max(1, min(50, int(0.02 / max(timed(function), 1e-4))))
-    return timed(lambda: [function() for _ in range(calls)]) / calls
 
 
 def measure(report: Report, shape: Shape, rounds: int) -> None:

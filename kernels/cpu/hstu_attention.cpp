@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "bias.h"
 #include "tasks.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -17,12 +18,20 @@
 namespace turbogr {
 namespace {
 
-constexpr int64_t BUCKET_COPIES = 4;  // neighbouring elements add into different copies, so that no add waits for the last
+// What all tasks share.
+struct Shared {
+    const TurbogrHstu& p;
+    Queue queue;
+    BiasTables tables;
+
+    explicit Shared(const TurbogrHstu& problem) : p(problem), tables(problem.bias) {}
+    bool build() { return queue.build(p.offsets, p.sequences, p.heads) && tables.build(queue.longest); }
+};
 
 class Forward {
   public:
     Forward(const Shared& shared, Heads<float> out, Arena arena)
-        : p_(shared.p), to_(out), bias_(shared, arena, shared.queue.longest), qk_(padded(p_.qk_width)), v_(padded(p_.v_width)) {
+        : p_(shared.p), to_(out), bias_(shared.tables, arena), qk_(padded(p_.qk_width)), v_(padded(p_.v_width)) {
         const int64_t longest = shared.queue.longest, tokens = shared.queue.most_tokens();
         packed_keys_ = arena.take<float>(round_up(longest, TILE) * qk_);
         queries_ = arena.take<float>(tokens * qk_);
@@ -77,7 +86,7 @@ class Forward {
 
     const TurbogrHstu& p_;
     Heads<float> to_;
-    Bias bias_;
+    TileBias bias_;
     int64_t qk_, v_, used_;
     float *packed_keys_, *queries_, *keys_, *values_, *out_, *scores_;
 };
@@ -85,7 +94,13 @@ class Forward {
 class Backward {
   public:
     Backward(const Shared& shared, const TurbogrHstuGradients& g, Arena arena)
-        : p_(shared.p), g_(g), bias_(shared, arena, shared.queue.longest), qk_(padded(p_.qk_width)), v_(padded(p_.v_width)) {
+        : p_(shared.p),
+          g_(g),
+          tables_(shared.tables),
+          bias_(tables_, arena),
+          bias_gradients_(tables_, bias_, arena),
+          qk_(padded(p_.qk_width)),
+          v_(padded(p_.v_width)) {
         const int64_t longest = shared.queue.longest, tokens = shared.queue.most_tokens();
         packed_values_ = arena.take<float>(round_up(longest, TILE) * v_);
         queries_ = arena.take<float>(tokens * qk_);
@@ -99,32 +114,27 @@ class Backward {
         weights_ = arena.take<float>(TILE * TILE);
         grad_scores_ = arena.take<float>(TILE * TILE);
         grad_bias_ = arena.take<float>(TILE * TILE);
-        bucket_stride_ = p_.time_bias == nullptr ? 0 : round_up(p_.time_count, 16);
-        bucket_sums_ = arena.take<float>(BUCKET_COPIES * bucket_stride_);
         used_ = arena.used();
     }
 
     int64_t used() const { return used_; }
 
-    // Adds nothing: writes the task's own sums over pairs of tokens, by distance (longest first) and by bucket.
-    void run(const Task& task, float* position_sums, double* time_sums) {
+    // `index` is the task's place in the batch.
+    void run(const Task& task, const BiasGradients& gradients, int64_t index) {
         const int64_t stride = round_up(task.length, TILE);
         bias_.sequence(task);
         for (int64_t h = 0; h < task.heads; h++) load_head(task, h, stride);
-        if (p_.position_bias != nullptr) std::fill_n(position_sums, task.length + LANES, 0.0f);
-        if (p_.time_bias != nullptr) std::fill_n(time_sums, p_.time_count, 0.0);
+        bias_gradients_.begin(task, gradients, index);
         for (int64_t j = 0; j < task.length; j += TILE) {
             const int64_t columns = std::min<int64_t>(TILE, task.length - j);
-            std::fill_n(bucket_sums_, BUCKET_COPIES * bucket_stride_, 0.0f);
             for (int64_t i = j; i < task.length; i += TILE) {
                 const Tile tile{i, std::min<int64_t>(TILE, task.length - i), j, columns};
                 bias_.prepare(tile);
                 for (int64_t h = 0; h < task.heads; h++) tile_of_head(tile, h, stride);
-                if (p_.position_bias != nullptr) add_positions(tile, position_sums + task.length - 1);
-                if (p_.time_bias != nullptr) add_buckets(tile);
+                if (tables_.position()) bias_gradients_.add_positions(tile, grad_bias_);
+                if (tables_.time()) bias_gradients_.add_buckets(tile, grad_bias_);
             }
-            for (int64_t b = 0; b < p_.time_count && p_.time_bias != nullptr; b++)
-                for (int64_t copy = 0; copy < BUCKET_COPIES; copy++) time_sums[b] += bucket_sums_[copy * bucket_stride_ + b];
+            bias_gradients_.flush();
             for (int64_t h = 0; h < task.heads; h++) {
                 const Heads<float> k{g_.k, g_.k_row, g_.k_head, p_.qk_width}, v{g_.v, g_.v_row, g_.v_head, p_.v_width};
                 unpack_head(grad_keys_ + h * TILE * qk_, 1, k, task, h, j, columns);
@@ -188,42 +198,14 @@ class Backward {
         }
     }
 
-    void add_positions(const Tile& tile, float* distance_zero) {
-        for (int64_t i = 0; i < tile.rows; i++) {
-            float* to = distance_zero - (tile.first_row + i) + tile.first_column;
-            for (int64_t j = 0; j < tile.limit(i); j += LANES) store(to + j, load(to + j) + load(grad_bias_ + i * TILE + j));
-        }
-    }
-
-    void add_buckets(const Tile& tile) {
-        // Rows of one bucket follow each other: their lanes are added up first.
-        Vector lanes{};
-        int32_t bucket = -1;
-        for (int64_t i = 0; i < tile.rows; i++) {
-            const int64_t limit = tile.limit(i);
-            const float* total = grad_bias_ + i * TILE;
-            const int32_t common = bias_.common(i);
-            if (common < 0) {
-                const int32_t* ids = bias_.ids(i);
-                for (int64_t j = 0; j < limit; j++) bucket_sums_[(j % BUCKET_COPIES) * bucket_stride_ + ids[j]] += total[j];
-                continue;
-            }
-            if (common != bucket) {
-                if (bucket >= 0) bucket_sums_[bucket] += sum(lanes);
-                lanes = Vector{};
-                bucket = common;
-            }
-            for (int64_t j = 0; j < limit; j += LANES) lanes += load(total + j);
-        }
-        if (bucket >= 0) bucket_sums_[bucket] += sum(lanes);
-    }
-
     const TurbogrHstu& p_;
     const TurbogrHstuGradients& g_;
-    Bias bias_;
-    int64_t qk_, v_, used_, bucket_stride_;
+    const BiasTables& tables_;
+    TileBias bias_;
+    TaskBiasGradients bias_gradients_;
+    int64_t qk_, v_, used_;
     float *packed_values_, *queries_, *keys_, *transposed_keys_, *transposed_values_, *incoming_;
-    float *grad_queries_, *grad_keys_, *grad_values_, *weights_, *grad_scores_, *grad_bias_, *bucket_sums_;
+    float *grad_queries_, *grad_keys_, *grad_values_, *weights_, *grad_scores_, *grad_bias_;
 };
 
 }  // namespace
@@ -243,38 +225,10 @@ int turbogr_hstu_forward(const TurbogrHstu* problem, float* out, int64_t out_row
 int turbogr_hstu_backward(const TurbogrHstu* problem, const TurbogrHstuGradients* gradients) {
     Shared shared(*problem);
     if (!shared.build()) return 1;
-    const Queue& queue = shared.queue;
-    const bool position = problem->position_bias != nullptr, time = problem->time_bias != nullptr;
-    const int64_t buckets = time ? problem->time_count : 0;
-    const int64_t distances = position ? gradients->position_count : 0;
-    Arena sizes(nullptr);
-    const auto partials = [&](Arena& arena, float*& by_distance, double*& by_bucket, double*& totals) {
-        by_distance = arena.take<float>(position ? queue.position_sums : 0);
-        by_bucket = arena.take<double>(queue.count * buckets);
-        totals = arena.take<double>(distances + buckets);
-    };
-    float* by_distance;
-    double *by_bucket, *totals;
-    partials(sizes, by_distance, by_bucket, totals);
-    const Memory memory = allocate(sizes.used());
-    if (!memory) return 1;
-    Arena arena(memory.get());
-    partials(arena, by_distance, by_bucket, totals);
-
-    const auto make = [&](Arena scratch) { return Backward(shared, *gradients, scratch); };
-    const auto run = [&](Backward& worker, int64_t t) {
-        worker.run(queue.tasks[t], by_distance + (position ? queue.tasks[t].position_sums : 0), by_bucket + t * buckets);
-    };
-    if (!work(queue, problem->threads, make, run)) return 1;
-
-    std::fill_n(totals, distances + buckets, 0.0);
-    for (int64_t t = 0; t < queue.count; t++) {
-        const Task& task = queue.tasks[t];
-        const float* zero = by_distance + task.position_sums + task.length - 1;
-        for (int64_t d = 0; position && d < task.length; d++) totals[d] += zero[-d];
-        for (int64_t b = 0; b < buckets; b++) totals[distances + b] += by_bucket[t * buckets + b];
-    }
-    for (int64_t d = 0; d < distances; d++) gradients->position_bias[d] = static_cast<float>(totals[d]);
-    for (int64_t b = 0; b < buckets; b++) gradients->time_bias[b] = static_cast<float>(totals[distances + b]);
-    return 0;
+    BiasGradients bias(shared.tables, shared.queue);
+    if (!bias.build()) return 1;
+    const auto make = [&](Arena arena) { return Backward(shared, *gradients, arena); };
+    const auto run = [&](Backward& worker, int64_t t) { worker.run(shared.queue.tasks[t], bias, t); };
+    if (!work(shared.queue, problem->threads, make, run)) return 1;
+    return bias.finish(gradients->position_bias, gradients->position_count, gradients->time_bias) ? 0 : 1;
 }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "bias_tables.h"
+
 extern "C" {
 
 // Strides count floats; the last axis of q, k, v, of the output and of all their gradients is contiguous.
@@ -12,12 +14,7 @@ struct TurbogrHstu {
     const int64_t* offsets;  // [sequences + 1]
     const float *q, *k, *v;  // [T, heads, width]
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;
-    const float* position_bias;  // [at least the longest sequence] by distance, or null
-    const float* time_bias;      // [time_count], or null
-    int64_t time_count;
-    const int64_t* thresholds;  // [time_count - 1] smallest gap of each bucket from 1 on, rising
-    const int64_t *query_times, *key_times;  // [T]
-    double time_unit, time_divisor;
+    TurbogrBias bias;
     float scale, alpha;
     int64_t threads;
 };

@@ -46,14 +46,13 @@ class Arena {
 
 struct Task {
     int64_t first_token, length, first_head, heads;
-    int64_t position_sums;  // where its partial sums of the position bias begin
 };
 
 // Tasks in the order of the batch, and the order in which they are worked on.
 struct Queue {
     std::unique_ptr<Task[]> tasks;
     std::unique_ptr<int64_t[]> order;
-    int64_t count = 0, longest = 0, position_sums = 0;
+    int64_t count = 0, longest = 0;
 
     bool build(const int64_t* offsets, int64_t sequences, int64_t heads) {
         const int64_t most = sequences * heads;
@@ -68,10 +67,9 @@ struct Queue {
             const int64_t groups = (heads + most_together - 1) / most_together;
             const int64_t together = (heads + groups - 1) / groups;  // groups of nearly equal size
             for (int64_t h = 0; h < heads; h += together) {
-                tasks[count] = {offsets[b], length, h, std::min(together, heads - h), position_sums};
+                tasks[count] = {offsets[b], length, h, std::min(together, heads - h)};
                 order[count] = count;
                 count++;
-                position_sums += round_up(length + LANES, 16);
             }
         }
         const auto cost = [&](int64_t t) {

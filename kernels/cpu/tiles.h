@@ -1,106 +1,17 @@
-// Tiles of 64 x 64 scores: their bias and the products that they take part in.
+// Tiles of 64 x 64 scores, the packing of heads and the products that tiles take part in.
 #pragma once
 
-#include "hstu_attention.h"
 #include "matmul.h"
 #include "tasks.h"
-#include "time_buckets.h"
 #include "vectors.h"
 
 namespace turbogr {
-
-// What all tasks share: the position table from the longest distance down to 0, so that a row of a tile reads it forwards, and
-// the buckets. Behind distance 0 stand zeros for what a vector reads above the diagonal.
-struct Shared {
-    const TurbogrHstu& p;
-    Queue queue;
-    Memory memory;
-    const float* reversed = nullptr;
-    TimeBuckets buckets;
-
-    explicit Shared(const TurbogrHstu& problem)
-        : p(problem),
-          buckets(problem.thresholds, buckets_of(problem), problem.time_unit, problem.time_divisor) {}
-
-    static int64_t buckets_of(const TurbogrHstu& problem) { return problem.time_bias == nullptr ? 1 : problem.time_count; }
-
-    bool build() {
-        if (!queue.build(p.offsets, p.sequences, p.heads)) return false;
-        memory = allocate((queue.longest + TILE) * static_cast<int64_t>(sizeof(float)));
-        if (!memory) return false;
-        float* table = reinterpret_cast<float*>(memory.get());
-        for (int64_t x = 0; x < queue.longest; x++)
-            table[x] = p.position_bias == nullptr ? 0 : p.position_bias[queue.longest - 1 - x];
-        std::fill_n(table + queue.longest, TILE, 0.0f);
-        reversed = table;
-        return true;
-    }
-};
 
 struct Tile {
     int64_t first_row, rows, first_column, columns;
     bool diagonal() const { return first_row == first_column; }
     // How many columns of this row (counted within the tile) lie on or below the diagonal.
     int64_t limit(int64_t row) const { return std::min(columns, first_row + row - first_column + 1); }
-};
-
-// The bias of one tile.
-class Bias {
-  public:
-    Bias(const Shared& shared, Arena& arena, int64_t longest) : shared_(shared) {
-        if (shared.p.time_bias == nullptr) return;
-        times_memory_ = arena.take<char>(SequenceTimes::bytes(longest));
-        values_ = arena.take<float>(TILE * TILE);
-        ids_ = arena.take<int32_t>(TILE * TILE);
-    }
-
-    void sequence(const Task& task) {
-        if (shared_.p.time_bias == nullptr) return;
-        const int64_t token = task.first_token;
-        times_.prepare(shared_.p.query_times + token, shared_.p.key_times + token, task.length, times_memory_);
-    }
-
-    void prepare(const Tile& tile) {
-        tile_ = tile;
-        const float* table = shared_.p.time_bias;
-        if (table == nullptr) return;
-        const int64_t last = tile.first_column + tile.columns - 1;
-        for (int64_t i = 0; i < tile.rows; i++) {
-            const int64_t limit = tile.limit(i);
-            const float* position = positions(i);
-            float* values = values_ + i * TILE;
-            common_[i] = times_.common_bucket(shared_.buckets, tile.first_row + i, last);
-            if (common_[i] >= 0) {
-                for (int64_t j = 0; j < limit; j += LANES) store(values + j, load(position + j) + table[common_[i]]);
-            } else {
-                int32_t* ids = ids_ + i * TILE;
-                times_.buckets_of_row(shared_.buckets, tile.first_row + i, tile.first_column, limit, ids);
-                for (int64_t j = 0; j < limit; j++) values[j] = table[ids[j]];
-                for (int64_t j = limit; j % LANES != 0; j++) values[j] = 0;
-                for (int64_t j = 0; j < limit; j += LANES) store(values + j, load(values + j) + load(position + j));
-            }
-        }
-    }
-
-    // Up to the row's limit, rounded up to whole vectors.
-    const float* row(int64_t i) const { return shared_.p.time_bias == nullptr ? positions(i) : values_ + i * TILE; }
-
-    // One bucket of the whole row, or -1: then ids() has each element's.
-    int32_t common(int64_t i) const { return common_[i]; }
-    const int32_t* ids(int64_t i) const { return ids_ + i * TILE; }
-
-  private:
-    const float* positions(int64_t i) const {
-        return shared_.reversed + (shared_.queue.longest - 1 - tile_.first_row - i) + tile_.first_column;
-    }
-
-    const Shared& shared_;
-    SequenceTimes times_{};
-    Tile tile_{};
-    void* times_memory_ = nullptr;
-    float* values_ = nullptr;
-    int32_t* ids_ = nullptr;
-    int32_t common_[TILE];
 };
 
 // Widths and row counts in whole vectors.

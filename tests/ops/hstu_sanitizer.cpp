@@ -52,10 +52,11 @@ int run(const std::vector<int64_t>& lengths, int64_t heads, int64_t qk, int64_t 
     p.offsets = offsets.get();
     p.q = packed.get(), p.k = packed.get() + heads * qk, p.v = packed.get() + 2 * heads * qk;
     p.q_row = p.k_row = p.v_row = row, p.q_head = p.k_head = qk, p.v_head = v;
-    p.position_bias = buckets % 2 == 0 ? position.get() : nullptr;
-    p.time_bias = buckets > 0 ? time.get() : nullptr;
-    p.time_count = buckets, p.thresholds = exact.get(), p.query_times = queries.get(), p.key_times = keys.get();
-    p.time_unit = 1, p.time_divisor = 0.301, p.scale = 0.1f, p.alpha = 0.5f, p.threads = 2;
+    p.bias.position_bias = buckets % 2 == 0 ? position.get() : nullptr;
+    p.bias.time_bias = buckets > 0 ? time.get() : nullptr;
+    p.bias.time_count = buckets, p.bias.thresholds = exact.get();
+    p.bias.query_times = queries.get(), p.bias.key_times = keys.get();
+    p.bias.time_unit = 1, p.bias.time_divisor = 0.301, p.scale = 0.1f, p.alpha = 0.5f, p.threads = 2;
 
     std::unique_ptr<float[]> out(new float[tokens * heads * v - missing]);
     if (turbogr_hstu_forward(&p, out.get(), heads * v, v) != 0 || !finite(out.get(), tokens * heads * v)) return 1;
@@ -65,7 +66,7 @@ int run(const std::vector<int64_t>& lengths, int64_t heads, int64_t qk, int64_t 
     g.out = incoming.get(), g.out_row = heads * v, g.out_head = v;
     g.q = q.get(), g.k = k.get(), g.v = values.get();
     g.q_row = g.k_row = heads * qk, g.v_row = heads * v, g.q_head = g.k_head = qk, g.v_head = v;
-    g.position_bias = by_distance.get(), g.position_count = p.position_bias == nullptr ? 0 : longest, g.time_bias = by_bucket.get();
+    g.position_bias = by_distance.get(), g.position_count = p.bias.position_bias == nullptr ? 0 : longest, g.time_bias = by_bucket.get();
     if (turbogr_hstu_backward(&p, &g) != 0) return 1;
     const bool sound = finite(q.get(), tokens * heads * qk) && finite(k.get(), tokens * heads * qk) &&
                        finite(values.get(), tokens * heads * v) && finite(by_distance.get(), g.position_count) &&

@@ -15,6 +15,17 @@ KERNEL = Kernel("hstu_attention")
 OPERATOR = "turbogr::jagged_hstu_attention"
 
 
+class BiasInputs(ctypes.Structure):
+    """`TurbogrBias` of `kernels/cpu/bias_tables.h`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("position_bias", "time_bias")),
+        ("time_count", c_int64),
+        *((name, c_void_p) for name in ("thresholds", "query_times", "key_times")),
+        *((name, c_double) for name in ("time_unit", "time_divisor")),
+    ]
+
+
 class _Problem(ctypes.Structure):
     """`TurbogrHstu`."""
 
@@ -22,10 +33,7 @@ class _Problem(ctypes.Structure):
         *((name, c_int64) for name in ("sequences", "heads", "qk_width", "v_width")),
         *((name, c_void_p) for name in ("offsets", "q", "k", "v")),
         *((f"{name}_{axis}", c_int64) for name in "qkv" for axis in ("row", "head")),
-        *((name, c_void_p) for name in ("position_bias", "time_bias")),
-        ("time_count", c_int64),
-        *((name, c_void_p) for name in ("thresholds", "query_times", "key_times")),
-        *((name, c_double) for name in ("time_unit", "time_divisor")),
+        ("bias", BiasInputs),
         *((name, c_float) for name in ("scale", "alpha")),
         ("threads", c_int64),
     ]
@@ -82,11 +90,7 @@ class HSTUKernel:
             pointers[0],
             *(pointer(x) for x in (self.q, self.k, self.v)),
             *(stride for x in (self.q, self.k, self.v) for stride in x.stride()[:2]),
-            *pointers[1:3],
-            0 if time_bias is None else time_bias.numel(),
-            *pointers[3:],
-            time_unit,
-            time_divisor,
+            BiasInputs(*pointers[1:3], 0 if time_bias is None else time_bias.numel(), *pointers[3:], time_unit, time_divisor),
             scale,
             alpha,
             torch.get_num_threads(),
