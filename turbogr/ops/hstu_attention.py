@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turbogr.ops import hstu_torch
 from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.hstu_native import KERNEL, HSTUKernel
-from turbogr.ops.jagged import LengthGroup, check_attention, length_groups, row_blocks, without_autocast
+from turbogr.ops.hstu_torch import OPERATOR
+from turbogr.ops.jagged import check_attention, longest_of, without_autocast
+from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
-from turbogr.ops.time_buckets import TimeBucketing
-
-OPERATOR = "turbogr::jagged_hstu_attention"
 
 
 def jagged_hstu_attention(
@@ -41,6 +41,7 @@ def jagged_hstu_attention(
     key_times: Tensor | None = None,
     time_unit: float = 1.0,
     time_divisor: float = 0.301,
+    mask: str = CAUSAL,
     backend: Backend = "auto",
 ) -> Tensor:
     """Causal SiLU attention of the module's docstring; differentiates q, k, v and both bias tables.
@@ -49,15 +50,16 @@ def jagged_hstu_attention(
         q: float [T, H, dqk], queries.
         k: float [T, H, dqk], keys.
         v: float [T, H, dv], values.
-        offsets: int64 [B + 1], rising from 0 to T.
+        offsets: int64 or int32 [B + 1], rising from 0 to T.
         scale: factor on the output, usually 1 / max_length.
         alpha: factor on q . k.
         position_bias: float [P], bias of the distance i - j; P is at least the longest sequence.
         time_bias: float [K], bias of each bucket of time differences.
-        query_times: int64 [T], the time at which token i asks (the next event's time); with time_bias only.
-        key_times: int64 [T], the time of token j's own event; with time_bias only.
+        query_times: int64 or int32 [T], the time at which token i asks (the next event's time); with time_bias only.
+        key_times: int64 or int32 [T], the time of token j's own event; with time_bias only.
         time_unit: ticks of the times per unit of the bucket formula (1000 for milliseconds bucketed in seconds).
         time_divisor: width of a bucket in natural logarithms.
+        mask: `causal`, or the name or import path of a mask that forbids more (`turbogr.ops.masks`).
         backend: see `turbogr.ops.backend.Backend`.
 
     Returns:
@@ -65,11 +67,14 @@ def jagged_hstu_attention(
 
     Raises:
         ValueError: if shapes or dtypes contradict each other.
-        ConfigurationError: if `backend` is unknown, or is `cpp` and the inputs are not float32 on the CPU.
+        ConfigurationError: `backend` or `mask` is unknown, or `backend` is `cpp` and the inputs are not float32 on the CPU
+            or the mask is not causal.
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
     check_backend(OPERATOR, backend)
-    _check(q, k, v, offsets, position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
+    backend = backend_for_mask(OPERATOR, backend, mask)
+    offsets = check_attention(OPERATOR, q, k, v, offsets)
+    query_times, key_times = _check_bias(q, offsets, position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
     if backend == "reference":
         return jagged_hstu_attention_reference(
             q,
@@ -84,11 +89,11 @@ def jagged_hstu_attention(
             key_times=key_times,
             time_unit=time_unit,
             time_divisor=time_divisor,
+            mask=mask,
         ).to(v.dtype)
+    options = (scale, alpha, time_unit, time_divisor, mask, backend)
     with without_autocast(q):
-        return _hstu_attention(
-            q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor, backend
-        )
+        return _hstu_attention(q, k, v, offsets, position_bias, time_bias, query_times, key_times, *options)
 
 
 def jagged_hstu_attention_reference(
@@ -105,6 +110,7 @@ def jagged_hstu_attention_reference(
     key_times: Tensor | None = None,
     time_unit: float = 1.0,
     time_divisor: float = 0.301,
+    mask: str = CAUSAL,
 ) -> Tensor:
     """The formula written down in float64, one sequence at a time: the oracle of every implementation."""
     outputs = [v[:0].double()]
@@ -117,14 +123,13 @@ def jagged_hstu_attention_reference(
             gap = (query_times[start:end, None] - key_times[None, start:end]).abs().double() / time_unit
             bucket = (gap.clamp(min=1).log() / time_divisor).floor().clamp(max=len(time_bias) - 1).long()
             scores = scores + time_bias.double()[bucket]
-        outputs.append(scale * torch.einsum("hij,jhd->ihd", F.silu(scores).tril(), v[start:end].double()))
+        weights = F.silu(scores).masked_fill(forbidden(OPERATOR, mask, 0, end - start, q.device), 0.0)
+        outputs.append(scale * torch.einsum("hij,jhd->ihd", weights, v[start:end].double()))
     return torch.cat(outputs)
 
 
-def _check(
+def _check_bias(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     offsets: Tensor,
     position_bias: Tensor | None,
     time_bias: Tensor | None,
@@ -132,85 +137,29 @@ def _check(
     key_times: Tensor | None,
     time_unit: float,
     time_divisor: float,
-) -> None:
-    check_attention(OPERATOR, q, k, v, offsets)
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both times, as int64."""
     for name, table in (("position_bias", position_bias), ("time_bias", time_bias)):
-        if table is not None and (table.dim() != 1 or table.numel() == 0):
-            raise ValueError(f"{OPERATOR}: {name} is a table of one dimension; got {list(table.shape)}")
-    if position_bias is not None and offsets.device.type == "cpu" and offsets.numel() > 1:
-        longest = int(offsets.diff().max())
-        if longest > position_bias.numel():
+        if table is not None and (table.dim() != 1 or not 0 < table.numel() < 2**31):
             raise ValueError(
-                f"{OPERATOR}: position_bias has {position_bias.numel()} entries, the longest sequence {longest} tokens"
+                f"{OPERATOR}: {name} is a table of one dimension and of at most 2^31 - 1 entries; got {list(table.shape)}"
             )
-    if time_bias is not None:
-        for name, times in (("query_times", query_times), ("key_times", key_times)):
-            if times is None or times.shape != q.shape[:1] or times.dtype != torch.int64:
-                found = "nothing" if times is None else f"{times.dtype} {list(times.shape)}"
-                raise ValueError(f"{OPERATOR}: time_bias needs {name} as int64 [{q.shape[0]}]; got {found}")
-        if time_unit <= 0 or time_divisor <= 0:
-            raise ValueError(f"{OPERATOR}: time_unit {time_unit} and time_divisor {time_divisor} must be positive")
-
-
-class _Bias:
-    """Position and time bias of one block of rows, and the way of their gradients back into the tables."""
-
-    def __init__(
-        self,
-        position_bias: Tensor | None,
-        time_bias: Tensor | None,
-        query_times: Tensor | None,
-        key_times: Tensor | None,
-        time_unit: float,
-        time_divisor: float,
-    ) -> None:
-        self.position_bias, self.time_bias = position_bias, time_bias
-        self.query_times = self.key_times = None
-        if time_bias is not None and query_times is not None and key_times is not None and key_times.numel():
-            # Integers, because differences must be exact; narrow ones where they suffice.
-            base = torch.minimum(query_times.min(), key_times.min())
-            span = torch.maximum(query_times.max(), key_times.max()) - base
-            dtype = torch.int32 if int(span) < 2**31 - 1 else torch.int64
-            self.query_times, self.key_times = (query_times - base).to(dtype), (key_times - base).to(dtype)
-            self.buckets = TimeBucketing.of(time_bias.numel(), time_unit, time_divisor, self.key_times)
-
-    def block(self, group: LengthGroup, first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
-        """Bias [G, 1, rows, end] or [rows, end] of rows first..end over keys 0..end, and its buckets int32 [G, rows, end]."""
-        bias = buckets = None
-        if self.time_bias is not None and self.query_times is not None and self.key_times is not None:
-            asked = group.gather_times(self.query_times)[:, first:end, None]
-            buckets = self.buckets(asked - group.gather_times(self.key_times)[:, None, :end])
-            bias = self.time_bias.index_select(0, buckets.view(-1)).view(buckets.shape)[:, None]
-        if self.position_bias is not None:
-            by_distance = _toeplitz(self.position_bias, first, end)
-            bias = by_distance if bias is None else bias.add_(by_distance)
-        return bias, buckets
-
-    def accumulate(
-        self, gradient: Tensor, buckets: Tensor | None, first: int, end: int, position: Tensor | None, time: Tensor | None
-    ) -> None:
-        """Adds the score gradient [G, H, rows, end] of a block (zero above the diagonal) to the tables' gradients (float64)."""
-        by_pair = gradient.sum(1)
-        if time is not None and buckets is not None:
-            time += torch.bincount(buckets.view(-1), by_pair.view(-1).double(), minlength=time.numel())
-        if position is not None:
-            _add_diagonals(by_pair.sum(0), first, end, position)
-
-
-def _toeplitz(table: Tensor, first: int, end: int) -> Tensor:
-    """[rows, end] with table[i - j] where i >= j (anything elsewhere): a strided view of the reversed table."""
-    rows = end - first
-    reversed_table = F.pad(table[:end].flip(0), (0, rows - 1))  # entry x holds table[end - 1 - x]
-    return reversed_table.as_strided((rows, end), (1, 1)).flip(0)
-
-
-def _add_diagonals(block: Tensor, first: int, end: int, out: Tensor) -> None:
-    """Adds sum over {(i, j): i - j = d} of block [rows, end] to out[d]; block is zero where j > i."""
-    rows = end - first
-    # Row i, reversed and padded to a width of end + rows, then read with one column less: distances become columns.
-    skewed = F.pad(block.flip(1), (0, rows)).view(-1)[: rows * (end + rows - 1)].view(rows, end + rows - 1)
-    # Before skewing, column c of row r is j = end - 1 - c; after it, c' = c + r, so that d = first + r - j = c' - (rows - 1).
-    out[:end] += skewed.sum(0)[rows - 1 :].to(out.dtype)
+    longest = longest_of(offsets)
+    if position_bias is not None and longest > position_bias.numel():
+        raise ValueError(
+            f"{OPERATOR}: position_bias has {position_bias.numel()} entries, the longest sequence {longest} tokens"
+        )
+    if time_bias is None:
+        return None, None
+    for name, times in (("query_times", query_times), ("key_times", key_times)):
+        if times is None or times.shape != q.shape[:1] or times.dtype not in (torch.int64, torch.int32):
+            found = "nothing" if times is None else f"{times.dtype} {list(times.shape)}"
+            raise ValueError(f"{OPERATOR}: time_bias needs {name} as int64 or int32 [{q.shape[0]}]; got {found}")
+    if time_unit <= 0 or time_divisor <= 0:
+        raise ValueError(f"{OPERATOR}: time_unit {time_unit} and time_divisor {time_divisor} must be positive")
+    assert query_times is not None
+    assert key_times is not None
+    return query_times.long(), key_times.long()
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=())
@@ -227,34 +176,14 @@ def _hstu_attention(
     alpha: float,
     time_unit: float,
     time_divisor: float,
+    mask: str = CAUSAL,
     backend: str = "auto",
 ) -> Tensor:
     library = kernel_for(KERNEL, OPERATOR, backend, q)
+    inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
     if library is not None:
-        inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
         return HSTUKernel(library, *inputs).forward()
-    out = v.new_zeros(v.shape)
-    bias = _Bias(position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
-    for group in length_groups(offsets, q.shape[1]):
-        queries, keys, values = (group.gather(x) for x in (q, k, v))
-        dense = torch.empty_like(values)
-        for first, end in row_blocks(group.length):
-            scores, _ = _scores(bias, group, queries, keys, first, end, alpha)
-            weights = F.silu(scores, inplace=True)
-            weights[..., first:].tril_()
-            dense[:, :, first:end] = weights @ values[:, :, :end]
-        group.scatter(dense.mul_(scale), out)
-    return out
-
-
-def _scores(
-    bias: _Bias, group: LengthGroup, queries: Tensor, keys: Tensor, first: int, end: int, alpha: float
-) -> tuple[Tensor, Tensor | None]:
-    scores = queries[:, :, first:end] @ keys[:, :, :end].transpose(2, 3)
-    if alpha != 1.0:
-        scores.mul_(alpha)
-    block, buckets = bias.block(group, first, end)
-    return (scores if block is None else scores.add_(block)), buckets
+    return hstu_torch.forward(*inputs, mask)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
@@ -272,51 +201,14 @@ def _hstu_attention_backward(
     alpha: float,
     time_unit: float,
     time_divisor: float,
+    mask: str = CAUSAL,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     library = kernel_for(KERNEL, OPERATOR, backend, q)
+    inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
     if library is not None:
-        inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
         return HSTUKernel(library, *inputs).backward(gradient)
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    # Table gradients add up millions of terms: float64 costs nothing here.
-    grad_position, grad_time = (_table_gradient(table, q) for table in (position_bias, time_bias))
-    bias = _Bias(position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
-    for group in length_groups(offsets, q.shape[1]):
-        queries, keys, values = (group.gather(x) for x in (q, k, v))
-        grad_out = group.gather_gradient(gradient) * scale
-        dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-        for first, end in row_blocks(group.length):
-            scores, buckets = _scores(bias, group, queries, keys, first, end, alpha)
-            block_grad = grad_out[:, :, first:end]
-            grad_weights = block_grad @ values[:, :, :end].transpose(2, 3)
-            grad_weights[..., first:].tril_()
-            grad_scores = torch.ops.aten.silu_backward(grad_weights, scores)
-            weights = F.silu(scores, inplace=True)
-            weights[..., first:].tril_()
-            dv[:, :, :end] += weights.transpose(2, 3) @ block_grad
-            dq[:, :, first:end] = grad_scores @ keys[:, :, :end]
-            dk[:, :, :end] += grad_scores.transpose(2, 3) @ queries[:, :, first:end]
-            bias.accumulate(
-                grad_scores,
-                buckets,
-                first,
-                end,
-                None if position_bias is None else grad_position,
-                None if time_bias is None else grad_time,
-            )
-        if alpha != 1.0:
-            dq.mul_(alpha)
-            dk.mul_(alpha)
-        for dense, out in ((dq, grad_q), (dk, grad_k), (dv, grad_v)):
-            group.scatter(dense, out)
-    position_dtype = q.dtype if position_bias is None else position_bias.dtype
-    time_dtype = q.dtype if time_bias is None else time_bias.dtype
-    return grad_q, grad_k, grad_v, grad_position.to(position_dtype), grad_time.to(time_dtype)
-
-
-def _table_gradient(table: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros(0 if table is None else table.numel(), dtype=torch.float64, device=like.device)
+    return hstu_torch.backward(gradient, *inputs, mask)
 
 
 @_hstu_attention.register_fake
@@ -349,7 +241,7 @@ def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: igno
     grad_q, grad_k, grad_v, grad_position, grad_time = _hstu_attention_backward(gradient, *saved, *ctx.options)
     position = None if saved[4] is None else grad_position
     time = None if saved[5] is None else grad_time
-    return grad_q, grad_k, grad_v, None, position, time, None, None, None, None, None, None, None
+    return grad_q, grad_k, grad_v, None, position, time, *[None] * (2 + len(ctx.options))
 
 
 _hstu_attention.register_autograd(_backward, setup_context=_setup_context)

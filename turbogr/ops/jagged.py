@@ -68,10 +68,13 @@ def without_autocast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
-def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> None:
-    """Checks what all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], int64 offsets rising from 0 to T.
+def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """Checks what all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], offsets rising from 0 to T.
 
     The values of offsets are checked on the host only: reading them from a device would wait for it.
+
+    Returns:
+        offsets as int64: int32 ones are widened.
 
     Raises:
         ValueError: names the operator, the argument and what was found.
@@ -83,14 +86,32 @@ def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Ten
         )
     if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
         raise ValueError(f"{operator}: q, k and v share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if offsets.dim() != 1 or offsets.dtype != torch.int64 or offsets.numel() < 1:
-        raise ValueError(f"{operator}: offsets is int64 [B + 1]; got {offsets.dtype} {list(offsets.shape)}")
+    offsets = check_offsets(operator, offsets, q.shape[0])
+    # Elements are counted in 64 bits everywhere; but matrix products take each of their sizes in 32 bits.
+    largest = max(q.shape[2], v.shape[2], longest_of(offsets))
+    if largest >= 2**31:
+        raise ValueError(f"{operator}: a width or a sequence of {largest:,} is beyond 2^31 - 1")
+    return offsets
+
+
+def check_offsets(operator: str, offsets: Tensor, tokens: int) -> Tensor:
+    """`offsets` as int64 [B + 1], if they are int64 or int32 and rise from 0 to `tokens`; values are checked on the host only.
+
+    Raises:
+        ValueError: names the operator and what was found.
+    """
+    if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32) or offsets.numel() < 1:
+        raise ValueError(f"{operator}: offsets is int64 or int32 [B + 1]; got {offsets.dtype} {list(offsets.shape)}")
     if offsets.device.type == "cpu":
         first, last = int(offsets[0]), int(offsets[-1])
-        if first != 0 or last != q.shape[0] or bool((offsets.diff() < 0).any()):
-            raise ValueError(
-                f"{operator}: offsets rise from 0 to {q.shape[0]}; got first {first}, last {last}, or a fall between"
-            )
+        if first != 0 or last != tokens or bool((offsets.diff() < 0).any()):
+            raise ValueError(f"{operator}: offsets rise from 0 to {tokens}; got first {first}, last {last}, or a fall between")
+    return offsets.long()
+
+
+def longest_of(offsets: Tensor) -> int:
+    """The longest sequence where offsets are on the host; 0 elsewhere, and for a batch of none."""
+    return int(offsets.diff().max()) if offsets.device.type == "cpu" and offsets.numel() > 1 else 0
 
 
 def length_groups(offsets: Tensor, heads: int) -> list[LengthGroup]:

@@ -33,7 +33,7 @@ def jagged_softmax_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *
     Raises:
         ValueError: if shapes or dtypes contradict each other.
     """
-    check_attention(OPERATOR, q, k, v, offsets)
+    offsets = check_attention(OPERATOR, q, k, v, offsets)
     with without_autocast(q):
         return _softmax_attention(q, k, v, offsets, scale)
 
