@@ -27,6 +27,7 @@ from turbogr.losses import SampledSoftmax
 from turbogr.models.bias import TimeBuckets
 from turbogr.models.hstu import EPS, HSTU, HSTUBlock
 from turbogr.models.retriever import GenerativeRetriever
+from turbogr.ops.dropout import Dropout
 from turbogr.ops.normalise import normalised
 from turbogr.sparse.optimizers import LazyAdam
 from turbogr.sparse.table import EmbeddingTable
@@ -181,7 +182,7 @@ def check_agreement(shape: Shape) -> None:
 
 def _without_dropout(backbone: HSTU) -> HSTU:
     for module in backbone.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, Dropout):
             module.p = 0.0
     return backbone
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from turbogr.batch import JaggedBatch
 from turbogr.errors import ConfigurationError
+from turbogr.ops.dropout import Dropout
 
 
 class Backbone(nn.Module):
@@ -34,7 +35,7 @@ class Backbone(nn.Module):
         self.dim, self.max_length = dim, max_length
         std = dim**-0.5
         self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(max_length, dim), std=std, a=-2 * std, b=2 * std))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, tokens: Tensor, batch: JaggedBatch) -> Tensor:
         """Outputs float [T, D] of token embeddings float [T, D]; they depend on a token's own past only.

@@ -10,6 +10,7 @@ from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.models.bias import RelativeBias, TimeBuckets
 from turbogr.ops.backend import Backend, check_backend
+from turbogr.ops.dropout import Dropout
 from turbogr.ops.hstu_attention import jagged_hstu_attention
 
 EPS = 1e-6
@@ -53,7 +54,7 @@ class HSTUBlock(nn.Module):
         self.uvqk = nn.Parameter(torch.empty(dim, sum(self.sizes)).normal_(std=0.02))
         self.out = nn.Linear(num_heads * v_dim, dim)
         nn.init.xavier_uniform_(self.out.weight)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.bias = RelativeBias(max_length, time)
         self.time = TimeBuckets() if time is None else time
 

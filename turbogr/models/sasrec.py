@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
+from turbogr.ops.dropout import Dropout
 from turbogr.ops.softmax_attention import jagged_softmax_attention
 
 EPS = 1e-8
@@ -32,7 +33,7 @@ class SASRecBlock(nn.Module):
         self.num_heads = num_heads
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.expand, self.contract = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         for linear in (self.query, self.key, self.value, self.out, self.expand, self.contract):
             nn.init.xavier_normal_(linear.weight)
             nn.init.zeros_(linear.bias)

@@ -1,0 +1,22 @@
+// Dropout whose mask is a function of a seed and the place of an element: forward and backward are the same function, and
+// nothing is kept between them. The bits are those of random_bits.h.
+
+#include "dropout.h"
+
+#include "random_bits.h"
+#include "rows.h"
+
+using namespace turbogr;
+
+void turbogr_dropout(const TurbogrDropout* problem) {
+    const TurbogrDropout& p = *problem;
+    const Mask mask{p.seed, static_cast<uint32_t>(p.threshold), p.scale};
+    for_rows(p.rows, p.columns, p.threads, [&](int64_t row) {
+        const Keys keys = keys_of(mask.seed, static_cast<uint64_t>(row));
+        const float* in = p.in + row * p.in_row;
+        float* out = p.out + row * p.out_row;
+        for_columns(p.columns, [&](int64_t column, int64_t count) {
+            store_first(out + column, load_first(in + column, count) * factors(mask, keys, column), count);
+        });
+    });
+}
