@@ -3,8 +3,8 @@
 
 #include "dropout.h"
 
+#include "elementwise.h"
 #include "random_bits.h"
-#include "rows.h"
 
 using namespace turbogr;
 
@@ -15,7 +15,7 @@ void turbogr_dropout(const TurbogrDropout* problem) {
         const Keys keys = keys_of(mask.seed, static_cast<uint64_t>(row));
         const float* in = p.in + row * p.in_row;
         float* out = p.out + row * p.out_row;
-        for_columns(p.columns, [&](int64_t column, int64_t count) {
+        for_columns(p.columns, [&](int64_t column, auto count) {
             store_first(out + column, load_first(in + column, count) * factors(mask, keys, column), count);
         });
     });

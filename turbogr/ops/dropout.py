@@ -73,6 +73,12 @@ def check_probability(owner: str, p: float) -> None:
         raise ValueError(f"{owner}: the dropout probability p must lie in [0, 1), got {p}")
 
 
+def check_columns(owner: str, x: Tensor) -> None:
+    """Raises ValueError, which names `owner`, if a row of x [N, D] has more elements than the mask can number."""
+    if x.shape[1] > WORD:
+        raise ValueError(f"{owner}: a row holds {x.shape[1]} elements, columns are counted in 32 bits")
+
+
 def draw_seed() -> Tensor:
     """int64 [], from PyTorch's default CPU generator, whatever device the mask is for: reading it waits for nothing."""
     return torch.randint(2**63 - 1, (), dtype=torch.int64)
@@ -146,8 +152,7 @@ def _bits_of(seed: int, row: int, column: int) -> int:
 def _dropout(x: Tensor, p: float, seed: Tensor, backend: str = "auto") -> Tensor:
     # Half precision is computed in float32, by either back end.
     wide = rows_of(x.float() if x.dtype.itemsize < 4 else x)
-    if wide.shape[1] > WORD:
-        raise ValueError(f"{OPERATOR}: a row holds {wide.shape[1]} elements, columns are counted in 32 bits")
+    check_columns(OPERATOR, wide)
     library = kernel_for(KERNEL, OPERATOR, backend, wide)
     if library is not None:
         out = native_dropout(library, wide, threshold_of(p), 1 / (1 - p), int(seed))

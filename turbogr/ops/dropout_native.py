@@ -8,7 +8,7 @@ from ctypes import POINTER, c_float, c_int64, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from turbogr.ops.native import Kernel
+from turbogr.ops.native import Kernel, rows
 
 KERNEL = Kernel("dropout")
 
@@ -32,7 +32,7 @@ class _Problem(ctypes.Structure):
 
 def native_dropout(library: ctypes.CDLL, x: Tensor, threshold: int, scale: float, seed: int) -> Tensor:
     """float32 [N, D], contiguous, of float32 x [N, D]."""
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = rows(x)
     out = x.new_empty(x.shape)
     run = library.turbogr_dropout
     run.argtypes, run.restype = [POINTER(_Problem)], None
