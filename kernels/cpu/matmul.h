@@ -1,14 +1,27 @@
 // Products of small matrices that lie in a core's cache, and the packing that they need.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "vectors.h"
 
 namespace turbogr {
 
-// A matrix whose element (row, column) is at data[row * by_row + column * by_column].
-struct Strided {
+// The left factor of a product: rows one after the other, `stride` apart.
+struct RowMajor {
     const float* data;
-    int64_t by_row, by_column;
+    int64_t stride;
+    float at(int64_t row, int64_t column) const { return data[row * stride + column]; }
+    RowMajor from(int64_t row, int64_t column) const { return {data + row * stride + column, stride}; }
+};
+
+// The transpose of that: the columns lie one after the other.
+struct ColumnMajor {
+    const float* data;
+    int64_t stride;
+    float at(int64_t row, int64_t column) const { return data[column * stride + row]; }
+    ColumnMajor from(int64_t row, int64_t column) const { return {data + column * stride + row, stride}; }
 };
 
 // What is known to be zero in a product with the 64 x 64 tile on the diagonal, and is left out.
@@ -19,31 +32,41 @@ enum class Skip {
     inner_before_row,   // A[m, k] is zero for k < m
 };
 
-template <int ROWS, int VECTORS>
+// f(0), f(1), ... f(COUNT - 1) with constants: with loops, GCC keeps arrays of vectors in memory.
+template <typename F, int... INDEX>
+[[gnu::always_inline]] static inline void unrolled(F f, std::integer_sequence<int, INDEX...>) {
+    (f(std::integral_constant<int, INDEX>{}), ...);
+}
+
+template <int COUNT, typename F>
+[[gnu::always_inline]] static inline void unrolled(F f) {
+    unrolled(f, std::make_integer_sequence<int, COUNT>{});
+}
+
+template <int ROWS, int VECTORS, typename Left>
 static inline void register_block(
-    int64_t inner, Strided a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+    int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
 ) {
-    Vector sums[ROWS][VECTORS];
-    for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECTORS; v++) sums[m][v] = add ? load(c + m * c_stride + v * LANES) : Vector{};
+    Vector sums[ROWS * VECTORS];
+    if (add)
+        unrolled<ROWS * VECTORS>([&](auto x) { sums[x] = load(c + x / VECTORS * c_stride + x % VECTORS * LANES); });
+    else
+        unrolled<ROWS * VECTORS>([&](auto x) { sums[x] = Vector{}; });
     for (int64_t k = 0; k < inner; k++) {
         Vector row[VECTORS];
-        for (int v = 0; v < VECTORS; v++) row[v] = load(b + k * b_stride + v * LANES);
-#pragma GCC unroll 16
-        for (int m = 0; m < ROWS; m++) {
-            const Vector factor = broadcast(a.data[m * a.by_row + k * a.by_column]);
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[m][v] += factor * row[v];
-        }
+        unrolled<VECTORS>([&](auto v) { row[v] = load(b + k * b_stride + v * LANES); });
+        unrolled<ROWS>([&](auto m) {
+            const Vector factor = broadcast(a.at(m, k));
+            unrolled<VECTORS>([&](auto v) { sums[m * VECTORS + v] += factor * row[v]; });
+        });
     }
-    for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECTORS; v++) store(c + m * c_stride + v * LANES, sums[m][v]);
+    unrolled<ROWS * VECTORS>([&](auto x) { store(c + x / VECTORS * c_stride + x % VECTORS * LANES, sums[x]); });
 }
 
 // One panel of ROWS rows, `vectors` vectors wide.
-template <int ROWS>
+template <int ROWS, typename Left>
 static inline void panel(
-    int vectors, int64_t inner, Strided a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+    int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
 ) {
     constexpr int WIDEST = ROWS > 6 ? NARROW_VECTORS : MAX_VECTORS;
     int v = 0;
@@ -62,9 +85,9 @@ static inline void panel(
         if (v < vectors) register_block<ROWS, 1>(inner, a, b + v * LANES, b_stride, c + v * LANES, c_stride, add);
 }
 
-template <int ROWS, Skip SKIP>
+template <int ROWS, Skip SKIP, typename Left>
 static inline int64_t panels(
-    int64_t m, int64_t rows, int vectors, int64_t inner, Strided a, const float* b, int64_t b_stride, float* c,
+    int64_t m, int64_t rows, int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c,
     int64_t c_stride, bool add
 ) {
     for (; m + ROWS <= rows; m += ROWS) {
@@ -76,16 +99,15 @@ static inline int64_t panels(
         }
         if (SKIP == Skip::inner_after_row) end = m + ROWS < inner ? m + ROWS : inner;
         if (SKIP == Skip::inner_before_row) first = m;
-        const Strided part{a.data + m * a.by_row + first * a.by_column, a.by_row, a.by_column};
-        panel<ROWS>(wanted, end - first, part, b + first * b_stride, b_stride, c + m * c_stride, c_stride, add);
+        panel<ROWS>(wanted, end - first, a.from(m, first), b + first * b_stride, b_stride, c + m * c_stride, c_stride, add);
     }
     return m;
 }
 
 // C [rows, vectors * LANES] = A [rows, inner] B [inner, vectors * LANES], added to C if `add`.
-template <Skip SKIP>
+template <Skip SKIP, typename Left>
 static inline void product(
-    int64_t rows, int vectors, int64_t inner, Strided a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+    int64_t rows, int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
 ) {
     int64_t m = 0;
     if (vectors <= NARROW_VECTORS) m = panels<12, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);

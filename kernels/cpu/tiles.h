@@ -49,7 +49,7 @@ static inline void unpack_head(
 
 static inline void scores(const Tile& tile, int64_t width, const float* rows, const float* transposed, float* to) {
     const int vectors = static_cast<int>(padded(tile.columns) / LANES);
-    const Strided a{rows + tile.first_row * padded(width), padded(width), 1};
+    const RowMajor a{rows + tile.first_row * padded(width), padded(width)};
     const float* b = transposed + tile.first_column * padded(width);
     if (tile.diagonal()) product<Skip::columns_after_row>(tile.rows, vectors, width, a, b, TILE, to, TILE, false);
     else product<Skip::nothing>(tile.rows, vectors, width, a, b, TILE, to, TILE, false);
@@ -58,7 +58,7 @@ static inline void scores(const Tile& tile, int64_t width, const float* rows, co
 // to [rows of the tile, width] (+)= tile [64, 64] times the rows of its columns.
 static inline void times_columns(const Tile& tile, int64_t width, const float* values, const float* rows, float* to, bool add) {
     const int vectors = static_cast<int>(padded(width) / LANES);
-    const Strided a{values, TILE, 1};
+    const RowMajor a{values, TILE};
     const float* b = rows + tile.first_column * padded(width);
     const int64_t stride = padded(width);
     if (tile.diagonal()) product<Skip::inner_after_row>(tile.rows, vectors, tile.columns, a, b, stride, to, stride, add);
@@ -68,7 +68,7 @@ static inline void times_columns(const Tile& tile, int64_t width, const float* v
 // to [columns of the tile, width] (+)= transposed tile times the rows of its rows.
 static inline void times_rows(const Tile& tile, int64_t width, const float* values, const float* rows, float* to, bool add) {
     const int vectors = static_cast<int>(padded(width) / LANES);
-    const Strided a{values, 1, TILE};
+    const ColumnMajor a{values, TILE};
     const float* b = rows + tile.first_row * padded(width);
     const int64_t stride = padded(width);
     if (tile.diagonal()) product<Skip::inner_before_row>(tile.columns, vectors, tile.rows, a, b, stride, to, stride, add);
