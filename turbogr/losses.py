@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor, nn
 
 from turbogr.errors import ConfigurationError
-from turbogr.ops.negative_logits import negative_logits
+from turbogr.ops.backend import Backend, check_backend
+from turbogr.ops.sampled_softmax import sampled_softmax
 
 
 class RetrievalLoss(nn.Module):
@@ -37,20 +37,20 @@ class SampledSoftmax(RetrievalLoss):
 
     Args:
         temperature: divides the logits.
+        backend: of `turbogr::sampled_softmax`, which computes the loss of each token; see `turbogr.ops.backend.Backend`.
 
     Raises:
-        ConfigurationError: if the temperature is not positive.
+        ConfigurationError: if the temperature is not positive or the back end is unknown.
     """
 
-    def __init__(self, temperature: float = 0.05) -> None:
+    def __init__(self, temperature: float = 0.05, backend: Backend = "auto") -> None:
         super().__init__()
-        if temperature <= 0:
+        if not temperature > 0:
             raise ConfigurationError(f"SampledSoftmax: temperature must be positive, got {temperature}")
-        self.temperature = temperature
+        check_backend("SampledSoftmax", backend)
+        self.temperature, self.backend = temperature, backend
 
     def forward(self, output: Tensor, items: Tensor, targets: Tensor, negatives: Tensor) -> Tensor:
         """Mean loss over tokens; shapes in RetrievalLoss.forward."""
-        positive = (output * nn.functional.embedding(targets, items)).sum(1, keepdim=True)
-        logits = negative_logits(output, items, negatives).masked_fill(negatives == targets[:, None], -torch.inf)
-        logits = torch.cat([positive, logits], dim=1) / self.temperature
-        return (logits.logsumexp(1) - logits[:, 0]).mean()
+        losses = sampled_softmax(output, items, targets, negatives, temperature=self.temperature, backend=self.backend)
+        return losses.mean()

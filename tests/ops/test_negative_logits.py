@@ -65,5 +65,5 @@ def test_wrong_inputs_are_named():
     output, table, index = inputs_of(4, 3, 2, 5)
     with pytest.raises(ValueError, match=r"share D and dtype"):
         negative_logits(output, table.float(), index)
-    with pytest.raises(ValueError, match=r"index is int64 \[T, R\] with T = 4"):
+    with pytest.raises(ValueError, match=r"index is int64 or int32 \[T, R\] with T = 4"):
         negative_logits(output, table, index[:2])

@@ -2,10 +2,11 @@
 
     logits[t, r] = output[t] . rows[index[t, r]]
 
-Two ways, chosen by what they cost. *Dense*: with few distinct rows U, `output @ rows.T` for a segment of tokens is one matrix
-product, from which the R scores of a token are picked; the work grows with U, but it runs at the machine's matrix rate.
-*Gathered*: with many rows, the embeddings of a segment of tokens are gathered, used and dropped. Both recompute in backward, so
-that what is kept is linear in T * R scores, never T * R * D.
+Implementations: C++ for float32 on the CPU (`kernels/cpu/negative_logits.cpp`), which reads the rows where they lie; PyTorch
+for everything else, in one of two ways, chosen by what they cost; the formula itself in float64. *Dense*: with few distinct
+rows U, `output @ rows.T` for a segment of tokens is one matrix product, from which the R scores of a token are picked; the work
+grows with U, but it runs at the machine's matrix rate. *Gathered*: with many rows, the embeddings of a segment of tokens are
+gathered, used and dropped. Nothing but the inputs is kept for backward.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.jagged import without_autocast
-from turbogr.ops.registry import register
+from turbogr.ops.negative_logits_native import KERNEL, SampledRows, outside
+from turbogr.ops.registry import register_loadable
+from turbogr.ops.unique import unique_segments
 
 OPERATOR = "turbogr::negative_logits"
 
@@ -28,38 +32,106 @@ SEGMENT_BYTES = 4 << 20
 """Bytes of one segment's temporary: small enough to stay in cache, large enough to keep the cores busy."""
 
 
-def negative_logits(output: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+def negative_logits(output: Tensor, rows: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tensor:
     """Scores of the module's docstring; differentiates `output` and `rows`.
 
     Args:
         output: float [T, D].
         rows: float [U, D], the distinct rows.
-        index: int64 [T, R], row of each sample, in [0, U).
+        index: int64 or int32 [T, R], row of each sample, in [0, U).
+        backend: see `turbogr.ops.backend.Backend`.
 
     Returns:
         float [T, R].
 
     Raises:
         ValueError: if shapes or dtypes contradict each other.
+        IndexError: if an index on the CPU is not a row; the message names the first one.
+        ConfigurationError: if `backend` is unknown, or is `cpp` and the inputs are not float32 on the CPU.
+        MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
-    if output.dim() != 2 or rows.dim() != 2 or output.shape[1] != rows.shape[1] or output.dtype != rows.dtype:
-        raise ValueError(
-            f"{OPERATOR}: output [T, D] and rows [U, D] share D and dtype; "
-            f"got {output.dtype} {list(output.shape)} and {rows.dtype} {list(rows.shape)}"
-        )
-    if index.dim() != 2 or index.shape[0] != output.shape[0] or index.dtype != torch.int64:
-        raise ValueError(f"{OPERATOR}: index is int64 [T, R] with T = {output.shape[0]}; got {index.dtype} {list(index.shape)}")
+    check_backend(OPERATOR, backend)
+    index = checked_samples(OPERATOR, output, rows, index)
+    if backend == "reference":
+        return negative_logits_reference(output, rows, index).to(output.dtype)
     with without_autocast(output):
-        return _negative_logits(output, rows, index)
+        return _negative_logits(output, rows, index, backend)
 
 
 def negative_logits_reference(output: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     """The formula in float64 with everything materialised: the oracle."""
-    return torch.einsum("td,trd->tr", output.double(), rows.double()[index])
+    return torch.einsum("td,trd->tr", output.double(), rows.double()[index.long()])
 
 
-def _dense(rows: Tensor, index: Tensor) -> bool:
-    return rows.shape[0] <= DENSE_ROWS_PER_SAMPLE * index.shape[1]
+def checked_samples(operator: str, output: Tensor, rows: Tensor, index: Tensor, name: str = "index") -> Tensor:
+    """`index` as int64 [T, R], if it fits output [T, D] and rows [U, D]; its values are not looked at.
+
+    Raises:
+        ValueError: names the operator, the argument and what was found.
+    """
+    if output.dim() != 2 or rows.dim() != 2 or output.shape[1] != rows.shape[1] or output.dtype != rows.dtype:
+        raise ValueError(
+            f"{operator}: output [T, D] and rows [U, D] share D and dtype; "
+            f"got {output.dtype} {list(output.shape)} and {rows.dtype} {list(rows.shape)}"
+        )
+    if not output.is_floating_point():
+        raise ValueError(f"{operator}: output and rows are of a floating dtype; got {output.dtype}")
+    if index.dim() != 2 or index.shape[0] != output.shape[0] or index.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{operator}: {name} is int64 or int32 [T, R] with T = {output.shape[0]}; got {index.dtype} {list(index.shape)}"
+        )
+    return index.long()
+
+
+def check_rows(operator: str, name: str, index: Tensor, num_rows: int) -> None:
+    """Raises IndexError, which names the first one, if an index is not a row. On the CPU only: a device would be waited for."""
+    if index.device.type == "cpu" and index.numel():
+        low, high = torch.aminmax(index)
+        if int(low) < 0 or int(high) >= num_rows:
+            place = tuple(((index < 0) | (index >= num_rows)).nonzero()[0].tolist())
+            raise IndexError(outside(operator, f"{name}[{', '.join(map(str, place))}]", int(index[place]), num_rows))
+
+
+def sample_logits(output: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """[T, R]: the formula, in PyTorch."""
+    logits = output.new_empty(index.shape)
+    if _dense(rows.shape[0], index):
+        for part in _segments(len(index), rows.shape[0] * output.element_size()):
+            torch.gather(output[part] @ rows.T, 1, index[part], out=logits[part])
+    else:
+        for part, sampled in _gathered(rows, index):
+            torch.matmul(sampled, output[part].unsqueeze(2), out=logits[part].unsqueeze(2))
+    return logits
+
+
+def weighted_rows(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """[T, D]: sum over r of weights[t, r] * rows[index[t, r]], in PyTorch."""
+    sums = rows.new_empty(len(index), rows.shape[1])
+    if _dense(rows.shape[0], index):
+        for part, scattered in _scattered(weights, index, rows.shape[0]):
+            torch.matmul(scattered, rows, out=sums[part])
+    else:
+        for part, sampled in _gathered(rows, index):
+            torch.matmul(weights[part].unsqueeze(1), sampled, out=sums[part].unsqueeze(1))
+    return sums
+
+
+def row_sums(weights: Tensor, output: Tensor, index: Tensor, num_rows: int) -> Tensor:
+    """[U, D]: sum over the samples (t, r) of each row of weights[t, r] * output[t], in PyTorch."""
+    sums = output.new_zeros(num_rows, output.shape[1])
+    if _dense(num_rows, index):
+        for part, scattered in _scattered(weights, index, num_rows):
+            sums.addmm_(scattered.T, output[part])
+    elif index.numel():
+        # One weighted bag of tokens a row, nothing expanded.
+        segments = unique_segments(index.flatten(), num_rows, backend="torch")
+        tokens, weight = segments.order // index.shape[1], weights.flatten().index_select(0, segments.order)
+        sums[segments.unique] = F.embedding_bag(tokens, output, segments.starts[:-1], mode="sum", per_sample_weights=weight)
+    return sums
+
+
+def _dense(num_rows: int, index: Tensor) -> bool:
+    return num_rows <= DENSE_ROWS_PER_SAMPLE * index.shape[1]
 
 
 def _segments(tokens: int, bytes_per_token: int) -> Iterator[slice]:
@@ -68,64 +140,58 @@ def _segments(tokens: int, bytes_per_token: int) -> Iterator[slice]:
         yield slice(start, min(start + step, tokens))
 
 
+def _gathered(rows: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Segments of tokens with their rows [n, R, D]."""
+    samples, width = index.shape[1], rows.shape[1]
+    for part in _segments(len(index), samples * width * rows.element_size()):
+        yield part, rows.index_select(0, index[part].reshape(-1)).view(-1, samples, width)
+
+
+def _scattered(weights: Tensor, index: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Segments of tokens with their weights by row [n, U]."""
+    for part in _segments(len(index), num_rows * weights.element_size()):
+        yield part, weights.new_zeros(part.stop - part.start, num_rows).scatter_add_(1, index[part], weights[part])
+
+
 @torch.library.custom_op(OPERATOR, mutates_args=())
-def _negative_logits(output: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    logits = output.new_empty(index.shape)
-    size = output.element_size()
-    if _dense(rows, index):
-        for part in _segments(len(index), rows.shape[0] * size):
-            torch.gather(output[part] @ rows.T, 1, index[part], out=logits[part])
-    else:
-        for part in _segments(len(index), index.shape[1] * rows.shape[1] * size):
-            sampled = rows.index_select(0, index[part].reshape(-1)).view(-1, index.shape[1], rows.shape[1])
-            torch.matmul(sampled, output[part].unsqueeze(2), out=logits[part].unsqueeze(2))
-    return logits
+def _negative_logits(output: Tensor, rows: Tensor, index: Tensor, backend: str = "auto") -> Tensor:
+    library = kernel_for(KERNEL, OPERATOR, backend, output)
+    if library is not None:
+        return SampledRows(OPERATOR, library, rows.shape[0], index, None, output, rows).logits()
+    check_rows(OPERATOR, "index", index, rows.shape[0])
+    return sample_logits(output, rows, index)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
-def _negative_logits_backward(gradient: Tensor, output: Tensor, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    grad_output, grad_rows = torch.empty_like(output), torch.zeros_like(rows)
-    size = output.element_size()
-    if _dense(rows, index):
-        for part in _segments(len(index), rows.shape[0] * size):
-            scattered = rows.new_zeros(part.stop - part.start, rows.shape[0]).scatter_add_(1, index[part], gradient[part])
-            torch.matmul(scattered, rows, out=grad_output[part])
-            grad_rows.addmm_(scattered.T, output[part])
-    else:
-        for part in _segments(len(index), index.shape[1] * rows.shape[1] * size):
-            sampled = rows.index_select(0, index[part].reshape(-1)).view(-1, index.shape[1], rows.shape[1])
-            torch.matmul(gradient[part].unsqueeze(1), sampled, out=grad_output[part].unsqueeze(1))
-        grad_rows = _row_gradient(gradient, output, index, rows.shape[0])
-    return grad_output, grad_rows
-
-
-def _row_gradient(gradient: Tensor, output: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """Sum of gradient[t, r] * output[t] over the samples of each row: one weighted bag of tokens a row, nothing expanded."""
-    flat = index.flatten()
-    order = flat.argsort(stable=True)
-    starts = torch.bincount(flat, minlength=num_rows).cumsum(0)
-    offsets = torch.cat([starts.new_zeros(1), starts[:-1]])
-    tokens = order // index.shape[1]
-    return F.embedding_bag(tokens, output, offsets, mode="sum", per_sample_weights=gradient.flatten().index_select(0, order))
+def _negative_logits_backward(
+    gradient: Tensor, output: Tensor, rows: Tensor, index: Tensor, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    library = kernel_for(KERNEL, OPERATOR, backend, output)
+    if library is not None:
+        samples = SampledRows(OPERATOR, library, rows.shape[0], index, None, output, rows)
+        return samples.weighted_rows(gradient), samples.row_sums(gradient)
+    check_rows(OPERATOR, "index", index, rows.shape[0])
+    return weighted_rows(gradient, rows, index), row_sums(gradient, output, index, rows.shape[0])
 
 
 @_negative_logits.register_fake
-def _(output: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+def _(output: Tensor, rows: Tensor, index: Tensor, backend: str = "auto") -> Tensor:
     return output.new_empty(index.shape)
 
 
 @_negative_logits_backward.register_fake
-def _(gradient: Tensor, output: Tensor, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(output), torch.empty_like(rows)
+def _(gradient: Tensor, output: Tensor, rows: Tensor, index: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    return output.new_empty(output.shape), rows.new_empty(rows.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:3])
+    ctx.backend = inputs[3]
 
 
-def _backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    return *_negative_logits_backward(gradient.contiguous(), *ctx.saved_tensors), None
+def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    return *_negative_logits_backward(gradient, *ctx.saved_tensors, ctx.backend), None, None
 
 
 _negative_logits.register_autograd(_backward, setup_context=_setup_context)
-register(OPERATOR, "torch", "matrix product and pick for few distinct rows, gathered segments for many")
+register_loadable(OPERATOR, KERNEL)
