@@ -12,7 +12,6 @@ import platform
 import re
 import runpy
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turbogr.errors import MissingDependencyError
+from turbogr.ops import toolchain
 from turbogr.probe import ACCELERATORS, OPERATORS
 
 TORCHREC = "1.8.0"
@@ -97,12 +98,32 @@ def main(args: list[str] | None = None) -> int:
         action="store_true",
         help="only print the torchrec and fbgemm releases that fit the installed torch, for pip install --no-deps",
     )
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="also import this module, which registers operators of your own; may be given several times",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="only compile the C++ kernels that are not compiled yet, all at once, and show the back end of each operator",
+    )
     options = parser.parse_args(args)
     if options.companions:
         print(" ".join(companions()))
         return 0
 
     console = Console()
+    if options.compile:
+        with console.status("compiling ..."):
+            result = probe([*options.modules, OPERATORS])
+        _print_operators(console, result)
+        for name, error in result.errors.items():
+            console.print(f"broken: {name}: {error}", style=_STYLE["broken"], highlight=False, soft_wrap=True, markup=False)
+        return int(bool(result.errors))
     try:
         required, optional = _requirements()
     except PackageNotFoundError:
@@ -111,11 +132,12 @@ def main(args: list[str] | None = None) -> int:
     wanted = [*required, *(Requirement(text) for text in companions()), *optional]
     installed = [r for r in wanted if _version(r.name) is not None]
     with console.status("importing every package ..."):
-        result = probe([*(_module(r.name) for r in installed), ACCELERATORS, OPERATORS])
+        result = probe([*(_module(r.name) for r in installed), ACCELERATORS, *options.modules, OPERATORS])
     findings = [_python()]
     findings += [_judge(r, result, "broken") for r in required]
     findings += [_judge_companion(Requirement(text), result) for text in companions()]
     findings += [_judge(r, result, "optional" if _version(r.name) is None else "warning") for r in optional]
+    findings += [_judge_module(name, result) for name in options.modules]
     if OPERATORS in result.errors:
         findings.append(Finding("turbogr.ops", "-", "", "broken", result.errors[OPERATORS], "mend the packages above first"))
     _print(console, findings, result)
@@ -219,6 +241,15 @@ def _judge_companion(requirement: Requirement, result: Probe) -> Finding:
     return finding
 
 
+def _judge_module(name: str, result: Probe) -> Finding:
+    """A module of the user's, named on the command line."""
+    finding = Finding(name, "-", "--import")
+    if name in result.errors:
+        finding.status, finding.message = "broken", f"import fails: {result.errors[name]}"
+        finding.mend = f"mend {name}, or put its folder on the path: PYTHONPATH=FOLDER turbogr doctor --import {name}"
+    return finding
+
+
 def _print(console: Console, findings: list[Finding], result: Probe) -> None:
     table = Table("package", "found", "expected", "status", title="turbogr doctor", title_justify="left")
     table.add_column("remark", overflow="fold")
@@ -226,16 +257,10 @@ def _print(console: Console, findings: list[Finding], result: Probe) -> None:
         table.add_row(f.name, f.found, f.expected, Text(f.status, style=_STYLE[f.status]), f.message)
     console.print(table)
 
-    table = Table("operator", "back end", "why", title="operators", title_justify="left")
-    for info in result.answers.get(OPERATORS) or []:
-        table.add_row(info["name"], info["backend"], info["reason"])
-    if table.row_count:
-        console.print(table)
-
+    _print_operators(console, result)
     found = result.answers.get(ACCELERATORS)
     devices = ", ".join(found) if found else result.errors.get(ACCELERATORS) or "none, the CPU is used"
     console.print(f"accelerators: {devices}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"C++ compiler: {_compiler()}", highlight=False, soft_wrap=True, markup=False)
 
     mends = [f for f in findings if f.status in ("broken", "warning")]
     for f in mends:
@@ -246,14 +271,21 @@ def _print(console: Console, findings: list[Finding], result: Probe) -> None:
     console.print(verdict, style=_STYLE["broken" if broken else "ok"], highlight=False, soft_wrap=True)
 
 
+def _print_operators(console: Console, result: Probe) -> None:
+    table = Table("operator", "back end", "why", title="operators", title_justify="left")
+    for info in result.answers.get(OPERATORS) or []:
+        table.add_row(info["name"], info["backend"], info["reason"])
+    if table.row_count:
+        console.print(table)
+    console.print(f"C++ compiler: {_compiler()}", highlight=False, soft_wrap=True, markup=False)
+
+
 def _compiler() -> str:
-    # The same choice as in turbogr/ops/native.py, which is not imported here: it needs torch.
-    name = (shlex.split(os.environ.get("CXX", "")) or ["g++"])[0]
-    path = shutil.which(name)
-    if path is None:
-        return f"{name} is not on the path: attention uses PyTorch, which is slower; install g++ or set CXX"
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return f"{path} ({answer.stdout.splitlines()[0] if answer.stdout else 'does not tell its version'})"
+    try:
+        command, told = toolchain.compiler()
+        return f"{shlex.join(command)} ({told.splitlines()[0]}); compiled kernels: {toolchain.cache_dir()}"
+    except MissingDependencyError as error:
+        return f"none, operators use PyTorch, which is slower: {error}"
 
 
 def _torch_cuda() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
@@ -32,7 +33,7 @@ _chosen: dict[str, Callable[[bool], OperatorInfo]] = {}
 
 
 def register(name: str, backend: str, reason: str) -> None:
-    """Records the choice of an operator; called where the operator is defined."""
+    """Records an operator that has one back end; called where the operator is defined, in this package or in a user's."""
     _chosen[name] = lambda _: OperatorInfo(name, backend, reason)
 
 
@@ -48,7 +49,7 @@ def register_loadable(name: str, kernel: Loadable) -> None:
 
 
 def describe(load: bool = False) -> list[OperatorInfo]:
-    """All operators of the package, sorted by name.
+    """All operators of the package and those that other imported modules have registered, sorted by name.
 
     Args:
         load: compile and load what is otherwise loaded at first use, so that the answer is no forecast.
@@ -56,4 +57,5 @@ def describe(load: bool = False) -> list[OperatorInfo]:
     package = import_module("turbogr.ops")
     for module in iter_modules(package.__path__):
         import_module(f"turbogr.ops.{module.name}")
-    return [_chosen[name](load) for name in sorted(_chosen)]
+    with ThreadPoolExecutor() as pool:  # one compiler a kernel, all at once
+        return list(pool.map(lambda name: _chosen[name](load), sorted(_chosen)))
