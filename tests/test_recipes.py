@@ -18,6 +18,7 @@ RECIPES = sorted(str(path.relative_to(recipes_dir())) for path in recipes_dir().
 EXPECTED = {
     "movielens-100k/hstu.yaml": (50, 2, 1, 200, 32, 1e-3, 0.2),
     "movielens-100k/sasrec.yaml": (50, 2, 1, 200, 32, 1e-3, 0.2),
+    "movielens-100k/fuxi.yaml": (50, 2, 1, 200, 32, 1e-3, 0.2),
     "movielens-1m/hstu.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
     "movielens-1m/hstu-large.yaml": (50, 8, 2, 200, 128, 1e-3, 0.2),
     "movielens-1m/sasrec.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),

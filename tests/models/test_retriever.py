@@ -14,6 +14,7 @@ from tests.models.make import random_batch
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
 from turbogr.losses import RetrievalLoss
+from turbogr.models.fuxi import FuXi
 from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.sasrec import SASRec
@@ -72,7 +73,7 @@ def assert_same(actual, expected):
     assert not different
 
 
-@pytest.mark.parametrize("backbone", [HSTU, SASRec])
+@pytest.mark.parametrize("backbone", [HSTU, SASRec, FuXi])
 @pytest.mark.parametrize("optimizer", [LazyAdam(1e-2), AdaGrad(0.1), RowWiseAdaGrad(0.1)])
 def test_learns_what_there_is_to_learn(tmp_path, backbone, optimizer):
     data, model = data_of(folder(tmp_path / "data", cyclic=True)), model_of(backbone=backbone, optimizer=optimizer)
@@ -224,6 +225,7 @@ def test_the_query_time_changes_the_scores_of_a_time_aware_model(tmp_path):
         return torch.cat([batch[2] for batch in batches])
 
     assert not torch.equal(scores(HSTU), scores(HSTU, query_time=later))
+    assert not torch.equal(scores(FuXi), scores(FuXi, query_time=later))
     assert torch.equal(scores(SASRec), scores(SASRec, query_time=later))
 
 
@@ -291,7 +293,7 @@ def test_clipping_spares_the_table_and_says_so(tmp_path, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backbone", [HSTU, SASRec])
+@pytest.mark.parametrize("backbone", [HSTU, SASRec, FuXi])
 def test_overfits_100_users(backbone):
     """Every training target of 100 users of 20 random events, by a model without dropout: HR@1 > 0.9."""
     torch.manual_seed(1)
