@@ -8,6 +8,7 @@ PYTHON ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.turbogr-setup
+KERNELS := $(VENV)/.turbogr-kernels
 DATA := data/movielens-100k
 RECIPE := recipes/movielens-100k/hstu.yaml
 
@@ -19,14 +20,19 @@ help:
 	@echo "make bench   run every benchmark"
 	@echo "make clean   remove build output and caches (.venv, data/ and runs/ stay)"
 
-setup: $(STAMP)
+setup: $(STAMP) $(KERNELS)
 
 # The stamp is written last: an interrupted installation is taken up again by the next `make`.
 $(STAMP): pyproject.toml scripts/setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash scripts/setup.sh
 	@touch $@
 
-train: $(DATA)/manifest.json
+# All kernels at once, instead of one after the other in the first step. Without a compiler it says so and goes on.
+$(KERNELS): $(STAMP) $(wildcard kernels/cpu/*)
+	$(PY) -m turbogr doctor --compile
+	@touch $@
+
+train: $(DATA)/manifest.json $(KERNELS)
 	@bash scripts/compiler_note.sh
 	$(PY) -m turbogr fit -c $(RECIPE) --overwrite
 	$(PY) -m turbogr test -c $(RECIPE)
@@ -35,7 +41,7 @@ $(DATA)/manifest.json: | $(STAMP)
 	$(PY) -m turbogr data fetch movielens-100k --out data/raw/movielens-100k
 	$(PY) -m turbogr data prepare movielens data/raw/movielens-100k --out $(DATA)
 
-test: $(STAMP)
+test: $(STAMP) $(KERNELS)
 	@bash scripts/compiler_note.sh
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 
@@ -44,7 +50,7 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(STAMP)
+bench: $(STAMP) $(KERNELS)
 	@failed=; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(PY) "$$script" || failed="$$failed $$script"; done; \
 	if [ -n "$$failed" ]; then echo "promises not kept:$$failed" >&2; exit 1; fi
 

@@ -14,10 +14,10 @@ SITE = Path(sysconfig.get_paths()["purelib"])
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def run_doctor(*, python: str = sys.executable, first: Path | None = None, args: tuple[str, ...] = ()):
+def run_doctor(*, python: str = sys.executable, first: Path | None = None, args: tuple[str, ...] = (), **variables: str):
     """Runs the doctor with `first` at the head of the module path and a console wide enough for its rows."""
     path = [str(p) for p in (first, CHECKOUT) if p is not None]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "COLUMNS": "300"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "COLUMNS": "300", **variables}
     return subprocess.run(
         [python, "-m", "turbogr", "doctor", *args], capture_output=True, text=True, env=environment, check=False, cwd="/"
     )
@@ -119,6 +119,52 @@ def test_companions_are_printed_alone_for_pip():
     assert run.returncode == 0
     assert run.stdout.split() == doctor.companions()
     assert all("==" in text for text in run.stdout.split())
+
+
+OWN_OPERATOR = """
+from turbogr.ops.registry import register
+
+register("mine::nothing", "torch", "written by a user")
+"""
+
+
+def test_operators_of_ones_own_are_shown_when_their_module_is_imported(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_OPERATOR)
+    run = run_doctor(first=tmp_path, args=("--import", "mine"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "written by a user" in row(run.stdout, "mine::nothing")
+    assert " ok " in row(run.stdout, "mine")
+    assert "jagged_hstu_attention" in run.stdout
+
+
+@pytest.mark.slow
+def test_module_of_ones_own_that_cannot_be_imported_is_broken(tmp_path):
+    (tmp_path / "mine.py").write_text("import no_such_helper")
+    run = run_doctor(first=tmp_path, args=("--import", "mine"))
+    assert run.returncode == 1
+    assert "No module named 'no_such_helper'" in row(run.stdout, "mine")
+    assert "broken: mine" in run.stdout
+    assert "jagged_hstu_attention" in run.stdout
+
+
+def test_compile_without_a_compiler_tells_what_to_do(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_OPERATOR)
+    run = run_doctor(first=tmp_path, args=("--compile", "--import", "mine"), CXX="no-such-compiler")
+    assert run.returncode == 0, run.stdout + run.stderr
+    line = row(run.stdout, "turbogr::jagged_hstu_attention")
+    assert "torch" in line
+    assert "CXX names no-such-compiler, which is not on the path; install g++ or set CXX" in line
+    assert "written by a user" in row(run.stdout, "mine::nothing")
+    assert "C++ compiler: none, operators use PyTorch, which is slower: CXX names no-such-compiler" in run.stdout
+    assert "lightning" not in run.stdout, "only operators are looked at"
+
+
+def test_compile_fails_where_operators_cannot_be_imported(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libtorch.so: cannot open')")
+    run = run_doctor(first=tmp_path, args=("--compile",))
+    assert run.returncode == 1
+    assert "libtorch.so: cannot open" in run.stdout
 
 
 def test_abbreviated_option_is_refused():
