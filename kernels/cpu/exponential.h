@@ -5,7 +5,7 @@
 
 namespace turbogr {
 
-// exp(x) for x <= 0, to 2e-7 relative; 0 below -87, where float32 has no normal numbers left. A NaN stays one.
+// exp(x) for x <= 88, to 2e-7 relative; 0 below -87, where float32 has no normal numbers left. A NaN stays one.
 static inline Vector exponential(Vector x) {
     // exp(x) = 2^n exp(r) with |r| <= ln(2) / 2; ln(2) in two parts, of which n times the first is exact. The order of the
     // arguments hands a NaN on.

@@ -47,12 +47,15 @@ static inline void unpack_head(
     unpack(from, padded(x.width), rows, x.width, factor, x.at(task.first_token + first, task.first_head + h), x.row);
 }
 
-static inline void scores(const Tile& tile, int64_t width, const float* rows, const float* transposed, float* to) {
+// to [64, 64] (+)= the rows of the tile's rows times the transposed rows of its columns.
+static inline void scores(
+    const Tile& tile, int64_t width, const float* rows, const float* transposed, float* to, bool add = false
+) {
     const int vectors = static_cast<int>(padded(tile.columns) / LANES);
     const RowMajor a{rows + tile.first_row * padded(width), padded(width)};
     const float* b = transposed + tile.first_column * padded(width);
-    if (tile.diagonal()) product<Skip::columns_after_row>(tile.rows, vectors, width, a, b, TILE, to, TILE, false);
-    else product<Skip::nothing>(tile.rows, vectors, width, a, b, TILE, to, TILE, false);
+    if (tile.diagonal()) product<Skip::columns_after_row>(tile.rows, vectors, width, a, b, TILE, to, TILE, add);
+    else product<Skip::nothing>(tile.rows, vectors, width, a, b, TILE, to, TILE, add);
 }
 
 // to [rows of the tile, width] (+)= tile [64, 64] times the rows of its columns.
