@@ -13,7 +13,8 @@ interaction enhanced transformer"):
 
 P and T are the same for all heads, raw: no activation, no scale. A channel that is not given is zero.
 
-Implementations: PyTorch for every dtype and device; the formula itself in float64.
+Implementations: C++ for float32 on the CPU (`kernels/cpu/fuxi_attention.cpp`); PyTorch for everything else, and where there is
+no compiler; the formula itself in float64.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turbogr.ops import fuxi_torch
-from turbogr.ops.backend import Backend, check_backend
+from turbogr.ops.backend import Backend, check_backend, kernel_for
+from turbogr.ops.fuxi_native import KERNEL, FuXiKernel
 from turbogr.ops.fuxi_torch import OPERATOR
 from turbogr.ops.jagged import check_attention, longest_of, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
-from turbogr.ops.registry import register
+from turbogr.ops.registry import register_loadable
 from turbogr.ops.relative import check_table, check_times
 
 
@@ -207,8 +209,12 @@ def _fuxi_attention(
     mask: str = CAUSAL,
     backend: str = "auto",
 ) -> Tensor:
-    inputs = (q, k, v, offsets, position_bias, time_parameters, query_times, key_times)
-    return fuxi_torch.forward(*inputs, scale, alpha, time_unit, time_divisor, functional, mask)
+    library = kernel_for(KERNEL, OPERATOR, backend, q)
+    options = (scale, alpha, time_unit, time_divisor, functional)
+    inputs = (q, k, v, offsets, position_bias, time_parameters, query_times, key_times, *options)
+    if library is not None:
+        return FuXiKernel(library, *inputs).forward()
+    return fuxi_torch.forward(*inputs, mask)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
@@ -230,8 +236,12 @@ def _fuxi_attention_backward(
     mask: str = CAUSAL,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = (q, k, v, offsets, position_bias, time_parameters, query_times, key_times)
-    return fuxi_torch.backward(gradient, *inputs, scale, alpha, time_unit, time_divisor, functional, mask)
+    library = kernel_for(KERNEL, OPERATOR, backend, q)
+    options = (scale, alpha, time_unit, time_divisor, functional)
+    inputs = (q, k, v, offsets, position_bias, time_parameters, query_times, key_times, *options)
+    if library is not None:
+        return FuXiKernel(library, *inputs).backward(gradient)
+    return fuxi_torch.backward(gradient, *inputs, mask)
 
 
 @_fuxi_attention.register_fake
@@ -268,4 +278,4 @@ def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: igno
 
 
 _fuxi_attention.register_autograd(_backward, setup_context=_setup_context)
-register(OPERATOR, "torch", "PyTorch on every device")
+register_loadable(OPERATOR, KERNEL)
