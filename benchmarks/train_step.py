@@ -27,13 +27,13 @@ from turbogr.losses import SampledSoftmax
 from turbogr.models.bias import TimeBuckets
 from turbogr.models.hstu import EPS, HSTU, HSTUBlock
 from turbogr.models.retriever import GenerativeRetriever
-from turbogr.ops.dropout import Dropout
 from turbogr.ops.normalise import normalised
 from turbogr.sparse.optimizers import LazyAdam
 from turbogr.sparse.table import EmbeddingTable
 
 NEGATIVES = 128
 LEARNING_RATE = 1e-3
+DROPOUT = 0.2
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,27 @@ class Shape:
     num_items: int
     users: int
     lengths: tuple[float, float, int]
-    backbone: Callable[[], HSTU]
+    backbone: Callable[[float], HSTU]  # of a dropout probability
     rounds: int
 
 
 SHAPES = [
     # MovieLens-100K: 1,682 films, half of the users have more than 65 events, a seventh more than 200.
-    Shape("MovieLens-like: D 50, L 200, 2 blocks, 1 head, batch 128", 1682, 128, (4.2, 0.95, 18), lambda: HSTU(50, 2, 1), 8),
+    Shape(
+        "MovieLens-like: D 50, L 200, 2 blocks, 1 head, batch 128",
+        1682,
+        128,
+        (4.2, 0.95, 18),
+        lambda p: HSTU(50, 2, 1, dropout=p),
+        8,
+    ),
     # MovieLens latest-small: 9,724 films, median 70, a twentieth of the users have more than 600.
     Shape(
         "long: D 128, L 1024, 4 blocks, 4 heads, batch 16",
         9724,
         16,
         (4.4, 1.1, 20),
-        lambda: HSTU(128, 4, 4, 32, 32, 1024, 0.2, TimeBuckets()),
+        lambda p: HSTU(128, 4, 4, 32, 32, 1024, p, TimeBuckets()),
         5,
     ),
 ]
@@ -135,13 +142,13 @@ class PaddedTrainer(nn.Module):
         weights = F.silu(torch.einsum("bihd,bjhd->bhij", q, k) + bias[:, None]) / block.max_length
         weights = weights * torch.ones(longest, longest).tril()
         attended = torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
-        return x + block.out(block.dropout(u * F.layer_norm(attended, attended.shape[-1:], eps=EPS)))
+        return x + block.out(F.dropout(u * F.layer_norm(attended, attended.shape[-1:], eps=EPS), block.dropout))
 
 
 def steppers(shape: Shape) -> tuple[Callable[[JaggedBatch], float], Callable[[JaggedBatch], float], int]:
     """One training step of turbogr and of the baseline from the same weights, and the longest history."""
     torch.manual_seed(0)
-    model = GenerativeRetriever(shape.num_items, shape.backbone(), EmbeddingTable(LazyAdam(LEARNING_RATE)))
+    model = GenerativeRetriever(shape.num_items, shape.backbone(DROPOUT), EmbeddingTable(LazyAdam(LEARNING_RATE)))
     model.log = lambda *_, **__: None  # type: ignore[method-assign]  # no trainer here
     baseline = PaddedTrainer(copy.deepcopy(model))
     dense = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], LEARNING_RATE, (0.9, 0.98), weight_decay=0.0)
@@ -171,20 +178,13 @@ def check_agreement(shape: Shape) -> None:
     Raises:
         SystemExit: if they do not.
     """
-    without = Shape(shape.name, shape.num_items, 4, shape.lengths, lambda: _without_dropout(shape.backbone()), 0)
+    without = Shape(shape.name, shape.num_items, 4, shape.lengths, lambda _: shape.backbone(0.0), 0)
     ours, theirs, max_length = steppers(without)
     for seed in range(3):
         batch = random_batch(without, max_length, seed)
         a, b = ours(batch), theirs(batch)
         if abs(a - b) > 1e-3 * abs(b):
             raise SystemExit(f"{shape.name}: the losses of step {seed} differ: {a} and {b} (baseline)")
-
-
-def _without_dropout(backbone: HSTU) -> HSTU:
-    for module in backbone.modules():
-        if isinstance(module, Dropout):
-            module.p = 0.0
-    return backbone
 
 
 def measure(report: Report, shape: Shape, rounds: int) -> None:

@@ -10,8 +10,9 @@ from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.models.bias import RelativeBias, TimeBuckets
 from turbogr.ops.backend import Backend, check_backend
-from turbogr.ops.dropout import Dropout
+from turbogr.ops.gated_norm import gated_norm
 from turbogr.ops.hstu_attention import jagged_hstu_attention
+from turbogr.ops.silu_split import silu_split
 
 EPS = 1e-6
 
@@ -54,14 +55,13 @@ class HSTUBlock(nn.Module):
         self.uvqk = nn.Parameter(torch.empty(dim, sum(self.sizes)).normal_(std=0.02))
         self.out = nn.Linear(num_heads * v_dim, dim)
         nn.init.xavier_uniform_(self.out.weight)
-        self.dropout = Dropout(dropout)
+        self.dropout = dropout
         self.bias = RelativeBias(max_length, time)
         self.time = TimeBuckets() if time is None else time
 
     def forward(self, x: Tensor, batch: JaggedBatch) -> Tensor:
         """float [T, D] to float [T, D]."""
-        projected = F.silu(F.layer_norm(x, x.shape[-1:], eps=EPS) @ self.uvqk)
-        u, v, q, k = projected.split(self.sizes, dim=1)
+        u, v, q, k = silu_split(F.layer_norm(x, x.shape[-1:], eps=EPS) @ self.uvqk, self.sizes, backend=self.backend)
         attended = jagged_hstu_attention(
             q.unflatten(1, (self.num_heads, self.qk_dim)),
             k.unflatten(1, (self.num_heads, self.qk_dim)),
@@ -77,8 +77,8 @@ class HSTUBlock(nn.Module):
             time_divisor=self.time.divisor,
             backend=self.backend,
         ).flatten(1)
-        gated = u * F.layer_norm(attended, attended.shape[-1:], eps=EPS)
-        return x + self.out(self.dropout(gated))
+        p = self.dropout if self.training else 0.0
+        return x + self.out(gated_norm(u, attended, eps=EPS, p=p, backend=self.backend))
 
 
 class HSTU(Backbone):

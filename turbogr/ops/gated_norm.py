@@ -1,0 +1,170 @@
+"""`turbogr::gated_norm`: what stands between attention and the output projection of HSTU and FuXi, in one pass.
+
+    out = dropout(gate * norm(x), p)
+    norm(x) = (x - mean(x)) / sqrt(var(x) + eps)      "layer": layer norm without affine parameters
+            = x / sqrt(mean(x^2) + eps)               "rms": root mean square norm
+
+over the last axis. Dropout is that of `turbogr.ops.dropout`, bit for bit. Only gate, x and the mask's seed are kept for
+backward, which normalises again.
+
+Implementations: C++ for float32 and narrower on the CPU (`kernels/cpu/gated_norm.cpp`); PyTorch for everything else; the
+formula itself in float64. Arithmetic is float32 at least.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from turbogr.ops.backend import Backend, check_backend, kernel_for
+from turbogr.ops.dropout import (
+    check_columns,
+    check_probability,
+    draw_seed,
+    dropout_factors,
+    dropout_reference,
+    row_segments,
+    rows_of,
+    threshold_of,
+)
+from turbogr.ops.gated_norm_native import KERNEL, GatedNormKernel
+from turbogr.ops.jagged import without_autocast
+from turbogr.ops.registry import register_loadable
+
+OPERATOR = "turbogr::gated_norm"
+
+Norm = Literal["layer", "rms"]
+
+
+def gated_norm(
+    gate: Tensor, x: Tensor, *, eps: float, p: float = 0.0, norm: Norm = "layer", backend: Backend = "auto"
+) -> Tensor:
+    """Gated norm of the module's docstring; differentiates gate and x.
+
+    Args:
+        gate: float [..., D].
+        x: float [..., D], the shape of gate.
+        eps: added to the variance (the mean square with "rms").
+        p: dropout probability in [0, 1); give 0 in evaluation.
+        norm: "layer" or "rms".
+        backend: see `turbogr.ops.backend.Backend`.
+
+    Returns:
+        float [..., D], in the wider of both dtypes.
+
+    Raises:
+        ValueError: if shapes or dtypes contradict each other, or p, eps or norm is impossible.
+        ConfigurationError: if `backend` is unknown, or is `cpp` and the inputs are not floats of at most 32 bits on the CPU.
+        MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
+    """
+    check_backend(OPERATOR, backend)
+    check_probability(OPERATOR, p)
+    if gate.shape != x.shape or not x.dim() or not (gate.is_floating_point() and x.is_floating_point()):
+        raise ValueError(
+            f"{OPERATOR}: gate and x are floats of one shape [..., D]; got {gate.dtype} {list(gate.shape)} and "
+            f"{x.dtype} {list(x.shape)}"
+        )
+    if norm not in ("layer", "rms") or eps < 0:
+        raise ValueError(f"{OPERATOR}: norm is layer or rms and eps not negative; got {norm!r} and {eps}")
+    seed = draw_seed() if p else None
+    if backend == "reference":
+        return gated_norm_reference(gate, x, eps=eps, p=p, norm=norm, seed=0 if seed is None else int(seed)).to(_dtype(gate, x))
+    with without_autocast(x):
+        return _gated_norm(gate, x, seed, p, eps, norm == "layer", backend)
+
+
+def gated_norm_reference(gate: Tensor, x: Tensor, *, eps: float, p: float, norm: Norm, seed: int) -> Tensor:
+    """The formula in float64: the oracle."""
+    away = x.double() - (x.double().mean(-1, keepdim=True) if norm == "layer" else 0)
+    gated = gate.double() * away / (away.square().mean(-1, keepdim=True) + eps).sqrt()
+    return dropout_reference(gated, p, seed) if p else gated
+
+
+def _dtype(gate: Tensor, x: Tensor) -> torch.dtype:
+    return torch.promote_types(gate.dtype, x.dtype)
+
+
+def _wide(x: Tensor, like: Tensor) -> Tensor:
+    """[N, D] in the dtype of the arithmetic."""
+    return rows_of(x).to(torch.promote_types(torch.promote_types(x.dtype, like.dtype), torch.float32))
+
+
+def _kernel(
+    gate: Tensor, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str
+) -> GatedNormKernel | None:
+    check_columns(OPERATOR, x)
+    library = kernel_for(KERNEL, OPERATOR, backend, x)
+    if library is None:
+        return None
+    mask = (0, 0, 1.0) if seed is None else (int(seed), threshold_of(p), 1 / (1 - p))
+    return GatedNormKernel(library, gate, x, centre, eps, *mask)
+
+
+def _normed(x: Tensor, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
+    """The normed rows, and the inverse of each row's deviation [N, 1]."""
+    away = x - x.mean(1, keepdim=True) if centre else x
+    inverse = away.square().mean(1, keepdim=True).add_(eps).rsqrt_()
+    return away * inverse, inverse
+
+
+def _drop(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    """`x` [N, D] with dropout, in place."""
+    if seed is not None:
+        for part in row_segments(*x.shape):
+            x[part] *= dropout_factors(part, x.shape[1], p, int(seed), x.dtype, x.device)
+    return x
+
+
+@torch.library.custom_op(OPERATOR, mutates_args=())
+def _gated_norm(
+    gate: Tensor, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str = "auto"
+) -> Tensor:
+    u, a = _wide(gate, x), _wide(x, gate)
+    kernel = _kernel(u, a, seed, p, eps, centre, backend)
+    out = _drop(u * _normed(a, eps, centre)[0], seed, p) if kernel is None else kernel.forward()
+    return out.to(_dtype(gate, x)).view(x.shape)
+
+
+@torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
+def _gated_norm_backward(
+    gradient: Tensor, gate: Tensor, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    u, a = _wide(gate, x), _wide(x, gate)
+    g = rows_of(gradient).to(a.dtype)
+    kernel = _kernel(u, a, seed, p, eps, centre, backend)
+    if kernel is not None:
+        grad_gate, grad_x = kernel.backward(g)
+    else:
+        normed, inverse = _normed(a, eps, centre)
+        g = _drop(g.clone(), seed, p)
+        to_normed = g * u
+        grad_gate = g.mul_(normed)
+        along = (to_normed * normed).mean(1, keepdim=True)
+        common = to_normed.mean(1, keepdim=True) if centre else 0
+        grad_x = (to_normed - common).sub_(normed.mul_(along)).mul_(inverse)
+    return grad_gate.to(gate.dtype).view(gate.shape), grad_x.to(x.dtype).view(x.shape)
+
+
+@_gated_norm.register_fake
+def _(gate: Tensor, x: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape, dtype=_dtype(gate, x))
+
+
+@_gated_norm_backward.register_fake
+def _(gradient: Tensor, gate: Tensor, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), x.new_empty(x.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
+
+
+def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    return *_gated_norm_backward(gradient, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+_gated_norm.register_autograd(_backward, setup_context=_setup_context)
+register_loadable(OPERATOR, KERNEL)
