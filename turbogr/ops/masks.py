@@ -111,6 +111,14 @@ def forbidden(operator: str, mask: str, first: int, end: int, device: torch.devi
     return future | ~allowed
 
 
+def forbid(operator: str, mask: str, block: Tensor, first: int) -> None:
+    """Sets to zero what rows first..end of `block` [.., end - first, end] hold for keys that they must not attend to."""
+    if mask == CAUSAL:
+        block[..., first:].tril_()
+    else:
+        block.masked_fill_(forbidden(operator, mask, first, block.shape[-1], block.device), 0.0)
+
+
 def _broadcastable(allowed: Tensor, block: Tensor) -> bool:
     return allowed.dim() <= block.dim() and all(
         a in (1, b) for a, b in zip(allowed.shape[::-1], block.shape[::-1], strict=False)

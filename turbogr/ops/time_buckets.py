@@ -1,16 +1,21 @@
 """Buckets of time differences: clamp(floor(ln(max(|d| / unit, 1)) / divisor), 0, count - 1), exactly as float64 computes it.
 
 A fast logarithm is not exact at a bucket's edge, where implementations would then disagree. So the edges are integers, bisected
-out of the float64 formula once; a rough logarithm finds the bucket or its neighbour, and two comparisons settle which.
+out of the float64 formula once, and a bucket is found by comparisons alone: exponent and leading bits of the difference as a
+float32 name a cell; nearly always a cell lies in one bucket or holds one edge.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+_DROPPED_BITS = 15
+"""Of a float32, whose remaining bits name its cell: 256 cells an octave, so that integers up to 512 have cells of their own."""
 
 
 @lru_cache(maxsize=64)
@@ -29,13 +34,31 @@ def bucket_thresholds(count: int, unit: float, divisor: float) -> Tensor:
         int64 [count - 1], rising; the largest int64 stands for a bucket that no difference reaches.
     """
     wanted = torch.arange(1, count, dtype=torch.int64)
+    return _smallest(wanted, lambda gaps: ((gaps.double() / unit).clamp(min=1).log() / divisor).floor())
+
+
+def _smallest(wanted: Tensor, rising: Callable[[Tensor], Tensor]) -> Tensor:
+    """The smallest positive int64 for which a rising function reaches each wanted value; the largest int64 where none does."""
     below, reached = torch.zeros_like(wanted), torch.full_like(wanted, torch.iinfo(torch.int64).max)
     while bool((reached - below > 1).any()):
         middle = below + (reached - below) // 2
-        bucket = ((middle.double() / unit).clamp(min=1).log() / divisor).floor()
-        reaches = bucket >= wanted
+        reaches = rising(middle) >= wanted
         reached, below = torch.where(reaches, middle, reached), torch.where(reaches, below, middle)
     return reached
+
+
+def _cell(gaps: Tensor) -> Tensor:
+    """int32 cell of each integer difference >= 0."""
+    return gaps.float().view(torch.int32) >> _DROPPED_BITS
+
+
+@lru_cache(maxsize=1)
+def _cell_starts() -> Tensor:
+    """Smallest difference of each cell, int64; the last cell is that of the largest int64."""
+    last = int(_cell(torch.tensor(torch.iinfo(torch.int64).max)))
+    starts = _smallest(torch.arange(last + 1), _cell)
+    starts[0] = 0
+    return starts
 
 
 @dataclass(frozen=True)
@@ -43,32 +66,42 @@ class TimeBucketing:
     """Finds buckets in PyTorch.
 
     Attributes:
-        first: smallest difference of each bucket, [count], int32 or int64 like the differences.
-        last: largest difference of each bucket, [count].
-        unit: ticks per unit of the formula.
-        divisor: width of a bucket in natural logarithms.
+        thresholds: `bucket_thresholds`, int32 or int64 like the differences.
+        lowest: int32, bucket of each cell's smallest difference; None where a cell may hold several edges (narrow buckets).
+        edge: from which difference on a cell is in the next bucket, likewise.
     """
 
-    first: Tensor
-    last: Tensor
-    unit: float
-    divisor: float
+    thresholds: Tensor
+    lowest: Tensor | None
+    edge: Tensor | None
 
     @classmethod
     def of(cls, count: int, unit: float, divisor: float, like: Tensor) -> TimeBucketing:
         """For integer times with the dtype and device of `like`, whose differences are below the dtype's maximum."""
-        thresholds = bucket_thresholds(count, unit, divisor)
-        limit = torch.iinfo(like.dtype).max
-        first = torch.cat([thresholds.new_zeros(1), thresholds]).clamp(max=limit)
-        last = torch.cat([thresholds - 1, thresholds.new_tensor([limit])]).clamp(max=limit)
-        return cls(first.to(like), last.to(like), unit, divisor)
+        return _bucketing(count, unit, divisor, like.dtype, like.device)
 
     def __call__(self, gaps: Tensor) -> Tensor:
         """int32 buckets of integer differences, any shape."""
         gaps = gaps.abs()
-        rough = gaps.float().mul_(1 / self.unit).clamp_(min=1.0).log_().mul_(1 / self.divisor)
-        buckets = rough.clamp_(max=len(self.first) - 1).int()
-        flat = buckets.view(-1)
-        flat += (gaps.view(-1) > self.last.index_select(0, flat)).int()
-        flat -= (gaps.view(-1) < self.first.index_select(0, flat)).int()
-        return buckets
+        if self.lowest is None or self.edge is None:
+            return torch.bucketize(gaps, self.thresholds, right=True, out_int32=True)
+        cells = _cell(gaps).view(-1)
+        buckets = self.lowest.index_select(0, cells)
+        buckets += gaps.view(-1) >= self.edge.index_select(0, cells)
+        return buckets.view(gaps.shape)
+
+
+@lru_cache(maxsize=64)
+def _bucketing(count: int, unit: float, divisor: float, dtype: torch.dtype, device: torch.device) -> TimeBucketing:
+    thresholds, starts = bucket_thresholds(count, unit, divisor), _cell_starts()
+    largest = torch.iinfo(dtype).max
+    lowest, highest = (
+        torch.bucketize(gaps, thresholds, right=True, out_int32=True)
+        for gaps in (starts, torch.cat([starts[1:] - 1, starts.new_tensor([torch.iinfo(torch.int64).max])]))
+    )
+    here = thresholds.clamp(max=largest).to(device, dtype)
+    if bool((highest - lowest > 1).any()):
+        return TimeBucketing(here, None, None)
+    inside = torch.cat([thresholds, thresholds.new_tensor([largest])]).index_select(0, lowest)
+    edge = torch.where(highest > lowest, inside, largest).clamp(max=largest)
+    return TimeBucketing(here, lowest.to(device), edge.to(device, dtype))
