@@ -3,39 +3,63 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from turbogr.batch import JaggedBatch
 from turbogr.errors import ConfigurationError
+from turbogr.ops.backend import Backend, check_backend
 from turbogr.ops.dropout import Dropout
+
+KEPT = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "turbogr::jagged_hstu_attention",
+        "turbogr::jagged_fuxi_attention",
+        "turbogr::jagged_softmax_attention",
+    }
+)
+"""Operators whose results a rematerialised block keeps: what is dear to compute. Everything else is computed again."""
 
 
 class Backbone(nn.Module):
     """Turns a batch's token embeddings into outputs, one a token, on the jagged layout.
 
     The input is Dropout(sqrt(D) * E[id] + P[position]) with a learned P, truncated normal of deviation sqrt(1 / D). A subclass
-    implements `encode`.
+    implements `encode`, which takes its blocks through `run`.
 
     Args:
         dim: D, width of item embeddings and tokens.
         max_length: longest history that positions are learned for.
         dropout: dropout of the input, and of the blocks where they say so.
+        backend: implementation of the operators: auto takes the C++ kernel where it serves (float32 on a CPU with a compiler)
+            and PyTorch elsewhere; cpp, torch and reference (float64, slow) take that one or fail.
+        rematerialise: keep only the results of matrix products and attention for backward, and compute norms, activations,
+            gates and dropout again there: about half the memory of the blocks for some of the time, the same gradients.
 
     Raises:
         ConfigurationError: if an option is out of range.
     """
 
-    def __init__(self, dim: int, max_length: int, dropout: float) -> None:
+    def __init__(
+        self, dim: int, max_length: int, dropout: float, backend: Backend = "auto", rematerialise: bool = False
+    ) -> None:
         super().__init__()
         positive(self, dim=dim, max_length=max_length)
+        check_backend(type(self).__name__, backend)
         if not 0.0 <= dropout < 1.0:
             raise ConfigurationError(f"{type(self).__name__}: dropout must lie in [0, 1), got {dropout}")
         self.dim, self.max_length = dim, max_length
+        self.backend: Backend = backend
+        self.rematerialise = rematerialise
         std = dim**-0.5
         self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(max_length, dim), std=std, a=-2 * std, b=2 * std))
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(dropout, backend)
 
     def forward(self, tokens: Tensor, batch: JaggedBatch) -> Tensor:
         """Outputs float [T, D] of token embeddings float [T, D]; they depend on a token's own past only.
@@ -55,6 +79,18 @@ class Backbone(nn.Module):
     @abstractmethod
     def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:
         """The blocks: float [T, D] to float [T, D]."""
+
+    def run(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
+        """`block(x, *context)`, rematerialised in backward if that is asked for: float [T, D] to float [T, D]."""
+        if not (self.rematerialise and torch.is_grad_enabled()):
+            return block(x, *context)
+        # Dropout draws its seed from PyTorch's generator, whose state `checkpoint` brings back for the second computation.
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(block, x, *context, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(context: object, operator: torch._ops.OpOverload, *args: object, **options: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator.name() in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def positive(owner: nn.Module, **options: int) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.models.bias import RelativeBias, TimeBuckets
-from turbogr.ops.backend import Backend, check_backend
+from turbogr.ops.backend import Backend
 from turbogr.ops.gated_norm import gated_norm
 from turbogr.ops.hstu_attention import jagged_hstu_attention
 from turbogr.ops.silu_split import silu_split
@@ -34,7 +34,7 @@ class HSTUBlock(nn.Module):
         max_length: n.
         dropout: on the gated attention output.
         time: buckets of the time bias, or None for position bias alone.
-        backend: implementation of the attention.
+        backend: implementation of the operators.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class HSTU(Backbone):
         max_length: longest history, and the constant n that attention is divided by.
         dropout: on the input and on each block's gated output.
         time: buckets of the time bias, or None for position bias alone.
-        backend: implementation of the attention: auto takes the C++ kernel where it serves (float32 on a CPU with a compiler)
-            and PyTorch elsewhere; cpp, torch and reference (float64, slow) take that one or fail.
+        backend: implementation of the operators, see Backbone.
+        rematerialise: less memory for more time, see Backbone.
 
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads where widths are derived from it.
@@ -111,13 +111,13 @@ class HSTU(Backbone):
         dropout: float = 0.2,
         time: TimeBuckets | None = TimeBuckets(),  # noqa: B008 (frozen)
         backend: Backend = "auto",
+        rematerialise: bool = False,
     ) -> None:
-        super().__init__(dim, max_length, dropout)
+        super().__init__(dim, max_length, dropout, backend, rematerialise)
         positive(self, num_blocks=num_blocks, num_heads=num_heads)
         qk_dim = head_width(self, dim, num_heads) if qk_dim is None else qk_dim
         v_dim = head_width(self, dim, num_heads) if v_dim is None else v_dim
         positive(self, qk_dim=qk_dim, v_dim=v_dim)
-        check_backend("HSTU", backend)
         self.blocks = nn.ModuleList(
             HSTUBlock(dim, num_heads, qk_dim, v_dim, max_length, dropout, time, backend) for _ in range(num_blocks)
         )
@@ -125,5 +125,5 @@ class HSTU(Backbone):
     def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:
         """The blocks: float [T, D] to float [T, D]."""
         for block in self.blocks:
-            x = block(x, batch)
+            x = self.run(block, x, batch)
         return x

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
+from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import Dropout
 from turbogr.ops.softmax_attention import jagged_softmax_attention
 
@@ -26,14 +27,15 @@ class SASRecBlock(nn.Module):
         num_heads: H; a head has width D / H.
         ffn_dim: F.
         dropout: in the feed-forward network.
+        backend: implementation of the operators.
     """
 
-    def __init__(self, dim: int, num_heads: int, ffn_dim: int, dropout: float) -> None:
+    def __init__(self, dim: int, num_heads: int, ffn_dim: int, dropout: float, backend: Backend = "auto") -> None:
         super().__init__()
         self.num_heads = num_heads
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.expand, self.contract = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(dropout, backend)
         for linear in (self.query, self.key, self.value, self.out, self.expand, self.contract):
             nn.init.xavier_normal_(linear.weight)
             nn.init.zeros_(linear.bias)
@@ -61,6 +63,8 @@ class SASRec(Backbone):
         ffn_dim: hidden width of the feed-forward networks; dim if None.
         max_length: longest history.
         dropout: on the input and in the feed-forward networks.
+        backend: implementation of the operators, see Backbone.
+        rematerialise: less memory for more time, see Backbone.
 
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads.
@@ -74,15 +78,17 @@ class SASRec(Backbone):
         ffn_dim: int | None = None,
         max_length: int = 200,
         dropout: float = 0.2,
+        backend: Backend = "auto",
+        rematerialise: bool = False,
     ) -> None:
-        super().__init__(dim, max_length, dropout)
+        super().__init__(dim, max_length, dropout, backend, rematerialise)
         ffn_dim = dim if ffn_dim is None else ffn_dim
         positive(self, num_blocks=num_blocks, num_heads=num_heads, ffn_dim=ffn_dim)
         head_width(self, dim, num_heads)
-        self.blocks = nn.ModuleList(SASRecBlock(dim, num_heads, ffn_dim, dropout) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(SASRecBlock(dim, num_heads, ffn_dim, dropout, backend) for _ in range(num_blocks))
 
     def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:
         """The blocks: float [T, D] to float [T, D]."""
         for block in self.blocks:
-            x = block(x, batch)
+            x = self.run(block, x, batch)
         return x
