@@ -19,11 +19,11 @@ def steps(seed=0):
         yield rows, torch.randn(8, D, generator=g)
 
 
-def run_ours(optimizer):
+def run_ours(optimizer, backend="auto"):
     weight = torch.linspace(-1, 1, V * D).view(V, D).clone()
     optimizer.allocate(V, D)
     for rows, gradient in steps():
-        optimizer.step(weight, rows, gradient)
+        optimizer.step(weight, rows, gradient, backend)
     return weight
 
 
@@ -93,6 +93,26 @@ def test_untouched_rows_and_their_state_stand_still(optimizer):
         if state.dim():
             assert not state[V - 5 :].any(), name
             assert state[: V - 5].any(), name
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), AdaGrad(), RowWiseAdaGrad(), LazyAdam(weight_decay=0.5)])
+def test_back_ends_agree_on_weights_and_state(optimizer):
+    results = []
+    for backend in ("auto", "torch", "reference"):
+        ours = copy.deepcopy(optimizer)
+        results.append({"weight": run_ours(ours, backend), **ours.state_dict()})
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_is_refused_does_not_count():
+    ours = LazyAdam()
+    ours.allocate(V, D)
+    weight = torch.zeros(V, D)
+    with pytest.raises(IndexError, match=f"id {V} is outside"):
+        ours.step(weight, torch.tensor([1, V]), torch.ones(2, D))
+    assert not weight.any()
+    assert ours.steps == 0
 
 
 @pytest.mark.parametrize("optimizer", [AdaGrad(), RowWiseAdaGrad(), LazyAdam()])

@@ -3,14 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from turbogr.errors import ConfigurationError, DataError
+from turbogr.errors import ConfigurationError, DataError, MissingDependencyError
+from turbogr.ops import embedding_lookup, row_update
+from turbogr.ops import unique as unique_module
+from turbogr.ops.native import Kernel
 from turbogr.sparse.optimizers import SGD, LazyAdam
 from turbogr.sparse.table import EmbeddingTable
 
 
-def table_of(rows=20, dim=3, optimizer=None):
+def table_of(rows=20, dim=3, optimizer=None, backend="auto"):
     torch.manual_seed(0)
-    table = EmbeddingTable(optimizer or SGD(lr=1.0))
+    table = EmbeddingTable(optimizer or SGD(lr=1.0), backend=backend)
     table.allocate(rows, dim)
     return table
 
@@ -49,6 +52,49 @@ def test_accumulated_lookups_become_one_update_not_two():
     for (name, actual), expected in zip(table.state_dict().items(), twin.state_dict().values(), strict=True):
         assert torch.equal(actual, expected), name
     assert table.optimizer.steps == 1
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_back_ends_agree(accumulated):
+    g = torch.Generator().manual_seed(1)
+    batches = [(torch.randint(0, 20, (9, 4), generator=g), torch.randn(9, 4, 3, generator=g)) for _ in range(6)]
+    results = []
+    for backend in ("auto", "torch", "reference"):
+        table = table_of(optimizer=LazyAdam(lr=0.1), backend=backend)
+        for batch, (ids, weights) in enumerate(batches):
+            (table({"a": ids, "b": ids[:2]})["a"] * weights).sum().backward()
+            if batch % accumulated == accumulated - 1:
+                table.apply_gradients()
+        results.append(table.state_dict())
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-5, atol=1e-6)
+    assert not torch.equal(results[0]["weight"], table_of().weight)
+
+
+def step(table):
+    table({"a": torch.tensor([1])})["a"].sum().backward()
+    table.apply_gradients()
+
+
+def test_the_back_end_reaches_every_operator(monkeypatch):
+    """`cpp` without a compiler is refused by each of them, one after the other."""
+    kernels = [unique_module, embedding_lookup, row_update]
+    if unique_module.KERNEL.library() is None or row_update.KERNEL.library() is None:
+        pytest.skip("there is no compiler")
+    for module, operator in zip(kernels, ("unique_ids", "jagged_embedding_lookup", "row_update"), strict=True):
+        table = table_of(backend="cpp")
+        with monkeypatch.context() as absent:
+            absent.setattr(module, "KERNEL", Kernel("absent"))
+            with pytest.raises(MissingDependencyError, match=rf"{operator}: backend cpp cannot be used"):
+                step(table)
+
+
+def test_a_lookup_of_nothing():
+    table = table_of()
+    lookup = table({"a": torch.zeros(0, 4, dtype=torch.int64)})
+    assert lookup["a"].shape == (0, 4, 3)
+    lookup["a"].sum().backward()
+    table.apply_gradients()
 
 
 def test_evaluation_and_discarded_gradients_change_nothing():
@@ -93,3 +139,5 @@ def test_impossible_sizes_are_refused():
         table_of(0, 4)
     with pytest.raises(ConfigurationError, match="init_std"):
         EmbeddingTable(init_std=-1.0)
+    with pytest.raises(ConfigurationError, match="EmbeddingTable: backend must be one of"):
+        EmbeddingTable(backend="gpu")

@@ -90,7 +90,7 @@ def sum_by_row(gradient: Tensor, index: Tensor, num_rows: int, *, backend: Backe
         gradient: float [N, D].
         index: int64 [N], in [0, num_rows).
         num_rows: rows of the result.
-        backend: `auto`, `cpp` or `torch`.
+        backend: see `turbogr.ops.backend.Backend`.
 
     Returns:
         float [num_rows, D].
@@ -98,6 +98,9 @@ def sum_by_row(gradient: Tensor, index: Tensor, num_rows: int, *, backend: Backe
     Raises:
         IndexError: if an index is outside.
     """
+    if backend == "reference":
+        sums = torch.zeros(num_rows, gradient.shape[1], dtype=torch.float64, device=gradient.device)
+        return sums.index_add_(0, index, gradient.double()).to(gradient.dtype)
     return _lookup_backward(gradient, index, None, [num_rows], [True], backend)[0]
 
 

@@ -1,7 +1,7 @@
 """Row optimizers: update only the rows of an embedding table that a step touched.
 
-State lives in buffers, so that a table's `state_dict` is the whole truth under every strategy. All of them are written with
-`index_select` / `index_copy_` alone: the same code runs on any device.
+State lives in buffers, so that a table's `state_dict` is the whole truth under every strategy. The update itself is the
+operator `turbogr::row_update` (`turbogr.ops.row_update`, where the formulas stand): C++ on a CPU, PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from turbogr.errors import ConfigurationError
+from turbogr.ops.backend import Backend
+from turbogr.ops.row_update import RowRule, row_update
 
 
 class RowOptimizer(nn.Module):
-    """Base class: `step(weight, rows, gradient)` on distinct rows, in place.
+    """Base class: `step(weight, rows, gradient)` on distinct rows, in place. Subclass it for a rule of your own.
 
     Args:
         lr: learning rate of the table's rows.
@@ -35,17 +37,15 @@ class RowOptimizer(nn.Module):
         """Registers the state of a table of `num_rows` rows of width `dim` as buffers."""
 
     @abstractmethod
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
         """Updates `weight[rows]` and their state.
 
         Args:
             weight: float [V, D], changed in place.
             rows: int64 [U], distinct.
             gradient: float [U, D], summed over the rows' occurrences.
+            backend: see `turbogr.ops.backend.Backend`.
         """
-
-    def _subtract(self, weight: Tensor, rows: Tensor, update: Tensor) -> None:
-        weight.index_copy_(0, rows, weight.index_select(0, rows).sub_(update, alpha=self.lr))
 
 
 class SGD(RowOptimizer):
@@ -57,10 +57,9 @@ class SGD(RowOptimizer):
     def allocate(self, num_rows: int, dim: int) -> None:
         """No state."""
 
-    @torch.no_grad()
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
         """One step on `rows`; shapes in RowOptimizer.step."""
-        self._subtract(weight, rows, gradient)
+        row_update(RowRule("sgd", self.lr), weight, [], rows, gradient, backend=backend)
 
 
 class AdaGrad(RowOptimizer):
@@ -76,12 +75,9 @@ class AdaGrad(RowOptimizer):
         """Registers `sum`."""
         self.register_buffer("sum", torch.zeros(num_rows, dim))
 
-    @torch.no_grad()
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
         """One step on `rows`; shapes in RowOptimizer.step."""
-        total = self.sum.index_select(0, rows).addcmul_(gradient, gradient)
-        self.sum.index_copy_(0, rows, total)
-        self._subtract(weight, rows, gradient / total.sqrt_().add_(self.eps))
+        row_update(RowRule("adagrad", self.lr, self.eps), weight, [self.sum], rows, gradient, backend=backend)
 
 
 class RowWiseAdaGrad(RowOptimizer):
@@ -97,12 +93,9 @@ class RowWiseAdaGrad(RowOptimizer):
         """Registers `sum`."""
         self.register_buffer("sum", torch.zeros(num_rows, 1))
 
-    @torch.no_grad()
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
         """One step on `rows`; shapes in RowOptimizer.step."""
-        total = self.sum.index_select(0, rows).add_(gradient.square().mean(1, keepdim=True))
-        self.sum.index_copy_(0, rows, total)
-        self._subtract(weight, rows, gradient / total.sqrt_().add_(self.eps))
+        row_update(RowRule("row_wise_adagrad", self.lr, self.eps), weight, [self.sum], rows, gradient, backend=backend)
 
 
 class LazyAdam(RowOptimizer):
@@ -135,18 +128,9 @@ class LazyAdam(RowOptimizer):
         self.register_buffer("exp_avg_sq", torch.zeros(num_rows, dim))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    @torch.no_grad()
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
         """One step on `rows`; shapes in RowOptimizer.step."""
-        self.steps += 1
-        first, second = self.betas
-        mean = self.exp_avg.index_select(0, rows).lerp_(gradient, 1 - first)
-        square = self.exp_avg_sq.index_select(0, rows).mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        self.exp_avg.index_copy_(0, rows, mean)
-        self.exp_avg_sq.index_copy_(0, rows, square)
-        steps = self.steps.double()
-        correction = ((1 - second**steps).sqrt() / (1 - first**steps)).to(weight.dtype)
-        update = mean.mul_(correction).div_(square.sqrt_().add_(self.eps))
-        if self.weight_decay:
-            update.add_(weight.index_select(0, rows), alpha=self.weight_decay)
-        self._subtract(weight, rows, update)
+        rule = RowRule("lazy_adam", self.lr, self.eps, self.betas, self.weight_decay)
+        steps = self.steps + 1
+        row_update(rule, weight, [self.exp_avg, self.exp_avg_sq, steps], rows, gradient, backend=backend)
+        self.steps.copy_(steps)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from turbogr.errors import ConfigurationError, DataError
+from turbogr.ops.backend import Backend, check_backend
+from turbogr.ops.embedding_lookup import jagged_embedding_lookup, sum_by_row
 from turbogr.ops.unique import unique_ids
 from turbogr.sparse.optimizers import LazyAdam, RowOptimizer
 
@@ -21,15 +23,19 @@ class Lookup:
         ids: int64 [U], distinct table rows, ascending.
         rows: float [U, D], their embeddings; in training the leaf on which the batch's one gradient arrives.
         index: feature -> int64 in the shape of its ids, with `ids[index[feature]]` equal to them.
+        backend: of the look-ups below.
     """
 
-    def __init__(self, ids: Tensor, rows: Tensor, index: dict[str, Tensor]) -> None:
+    def __init__(self, ids: Tensor, rows: Tensor, index: dict[str, Tensor], backend: Backend = "auto") -> None:
         self.ids, self.rows, self.index = ids, rows, index
+        self.backend: Backend = backend
 
     def __getitem__(self, feature: str) -> Tensor:
         """Embeddings of a feature, float [*shape of its ids, D]."""
         index = self.index[feature]
-        return nn.functional.embedding(index, self.rows)
+        return jagged_embedding_lookup([self.rows], index.flatten(), backend=self.backend).view(
+            *index.shape, self.rows.shape[1]
+        )
 
 
 class EmbeddingTable(nn.Module):
@@ -42,19 +48,22 @@ class EmbeddingTable(nn.Module):
     Args:
         optimizer: how touched rows are updated; LazyAdam if None, as the public code trains tables with AdamW.
         init_std: standard deviation of the truncated normal (at two deviations) that rows start from.
+        backend: of distinct ids, look-ups and row updates; see `turbogr.ops.backend.Backend`.
 
     Raises:
-        ConfigurationError: if `init_std` is negative.
+        ConfigurationError: if `init_std` is negative or `backend` is unknown.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, optimizer: RowOptimizer | None = None, init_std: float = 0.02) -> None:
+    def __init__(self, optimizer: RowOptimizer | None = None, init_std: float = 0.02, backend: Backend = "auto") -> None:
         super().__init__()
+        check_backend("EmbeddingTable", backend)
         if init_std < 0:
             raise ConfigurationError(f"EmbeddingTable: init_std must not be negative, got {init_std}")
         self.optimizer = LazyAdam() if optimizer is None else optimizer
         self.init_std = init_std
+        self.backend: Backend = backend
         self._pending: list[Lookup] = []
 
     def allocate(self, num_rows: int, dim: int) -> None:
@@ -89,12 +98,13 @@ class EmbeddingTable(nn.Module):
         """
         flat = torch.cat([ids.reshape(-1) for ids in features.values()])
         try:
-            unique, inverse = unique_ids(flat, self.num_rows)
+            unique, inverse = unique_ids(flat, self.num_rows, backend=self.backend)
         except IndexError as error:
             raise DataError(self._out_of_range(features)) from error
         sizes = [ids.numel() for ids in features.values()]
         index = {name: part.view(features[name].shape) for name, part in zip(features, inverse.split(sizes), strict=True)}
-        lookup = Lookup(unique, self.weight.detach().index_select(0, unique), index)
+        rows = jagged_embedding_lookup([self.weight.detach()], unique, backend=self.backend)
+        lookup = Lookup(unique, rows, index, self.backend)
         if self.training and torch.is_grad_enabled():
             lookup.rows.requires_grad_()
             self._pending.append(lookup)
@@ -108,10 +118,10 @@ class EmbeddingTable(nn.Module):
             return
         ids, gradient = pending[0]
         if len(pending) > 1:
-            ids, inverse = unique_ids(torch.cat([rows for rows, _ in pending]), self.num_rows)
+            ids, inverse = unique_ids(torch.cat([rows for rows, _ in pending]), self.num_rows, backend=self.backend)
             parts = torch.cat([grad for _, grad in pending])
-            gradient = parts.new_zeros(len(ids), parts.shape[1]).index_add_(0, inverse, parts)
-        self.optimizer.step(self.weight, ids, gradient)
+            gradient = sum_by_row(parts, inverse, len(ids), backend=self.backend)
+        self.optimizer.step(self.weight, ids, gradient, self.backend)
 
     def refuse_copies(self, copies: int) -> None:
         """Raises ConfigurationError if this is one of several copies of the table: nothing brings their updates together."""
