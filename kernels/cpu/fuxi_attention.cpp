@@ -38,6 +38,8 @@ struct Shared {
 
 // Position and time weights of one tile after another, zero above the diagonal.
 class SharedWeights {
+    typedef double Doubles __attribute__((vector_size(8 * LANES)));
+
   public:
     SharedWeights(const Shared& shared, Arena& arena)
         : shared_(shared),
@@ -84,25 +86,31 @@ class SharedWeights {
 
     void evaluate(const Tile& tile, const float* gradients, TimeFunction::Sums* sums) {
         alignas(64) float gaps[TILE];
-        Vector plain{}, by_power{}, by_log{};
+        Doubles plain{}, by_power{}, by_log{};
         for (int64_t i = 0; i < tile.rows; i++) {
             const int64_t limit = tile.limit(i);
+            Vector row_plain{}, row_by_power{}, row_by_log{};
             gaps_of_row(times_, tile.first_row + i, tile.first_column, limit, gaps);
             for (int64_t j = 0; j < limit; j += LANES) {
                 const TimeFunction::Parts parts = function_.parts(load(gaps + j));
                 store(time_ + i * TILE + j, parts.decayed * function_.amplitude());
                 if (gradients == nullptr) continue;
                 const Vector x = load(gradients + i * TILE + j) * parts.decayed, y = x * parts.power;
-                plain += x;
-                by_power += y;
-                by_log += y * parts.log;
+                row_plain += x;
+                row_by_power += y;
+                row_by_log += y * parts.log;
             }
             finish_row(limit, time_ + i * TILE);
+            // Terms of both signs, millions of them: beyond a row they are added up in float64.
+            plain += __builtin_convertvector(row_plain, Doubles);
+            by_power += __builtin_convertvector(row_by_power, Doubles);
+            by_log += __builtin_convertvector(row_by_log, Doubles);
         }
-        if (gradients == nullptr) return;
-        sums->plain += sum(plain);
-        sums->by_power += sum(by_power);
-        sums->by_log += sum(by_log);
+        for (int lane = 0; lane < LANES && gradients != nullptr; lane++) {
+            sums->plain += plain[lane];
+            sums->by_power += by_power[lane];
+            sums->by_log += by_log[lane];
+        }
     }
 
     static constexpr double NOTHING[3] = {0, 1, 1};
