@@ -22,7 +22,7 @@
 namespace turbogr {
 namespace {
 
-constexpr int64_t BLOCK_BYTES = 256 << 10;  // of the table's gradient: half of a common second-level cache
+constexpr int64_t BLOCK_BYTES = 512 << 10;  // of the table's gradient: half of a large second-level cache
 constexpr int64_t MOST_BLOCKS = 2048;       // that many streams are written while the samples are distributed
 constexpr int64_t BLOCKS_PER_THREAD = 4;    // where there is more than one: rows are not equally popular
 constexpr int64_t TOKENS_PER_TURN = 16;
@@ -179,7 +179,14 @@ class Token {
     // values() become the products with the token's output; those behind the last sample repeat the first.
     void multiply(int64_t token) {
         const int64_t vectors = (p_.width + LANES - 1) / LANES;
-        for (int64_t s = 0; s < padded_; s += LANES) store(values_ + s, dots(outputs_[token], rows_ + s, vectors));
+        for (int64_t s = 0; s < padded_; s += LANES) {
+            // A large table lies in memory: the next rows are asked for now, of which the processor guesses the rest.
+            for (int64_t next = s + LANES; next < std::min(s + 2 * LANES, padded_); next++) {
+                __builtin_prefetch(rows_[next]);
+                __builtin_prefetch(rows_[next] + 64 / sizeof(float));
+            }
+            store(values_ + s, dots(outputs_[token], rows_ + s, vectors));
+        }
     }
 
     void add_up(const float* weights, float* to) const { weighted_sum(weights, rows_, p_.count, p_.width, to); }
@@ -231,7 +238,7 @@ class Blocks {
   public:
     explicit Blocks(const TurbogrSamples& p) : p_(p), parts_(threads_of(p)) {
         const int64_t stride = round_up(p.width, LANES);
-        const int64_t fits = std::max<int64_t>(BLOCK_BYTES / (stride * static_cast<int64_t>(sizeof(float))), 1);
+        const int64_t fits = std::max<int64_t>(BLOCK_BYTES / (std::max<int64_t>(stride, LANES) * static_cast<int64_t>(sizeof(float))), 1);
         const int64_t wanted = parts_ == 1 ? 1 : parts_ * BLOCKS_PER_THREAD;
         while (shift_ > 0 && ((int64_t{1} << shift_) > fits || (p.rows >> shift_) < wanted) && (p.rows >> shift_) < MOST_BLOCKS) shift_--;
         count_ = (p.rows >> shift_) + 1;

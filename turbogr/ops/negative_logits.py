@@ -3,10 +3,10 @@
     logits[t, r] = output[t] . rows[index[t, r]]
 
 Implementations: C++ for float32 on the CPU (`kernels/cpu/negative_logits.cpp`), which reads the rows where they lie; PyTorch
-for everything else, in one of two ways, chosen by what they cost; the formula itself in float64. *Dense*: with few distinct
-rows U, `output @ rows.T` for a segment of tokens is one matrix product, from which the R scores of a token are picked; the work
-grows with U, but it runs at the machine's matrix rate. *Gathered*: with many rows, the embeddings of a segment of tokens are
-gathered, used and dropped. Nothing but the inputs is kept for backward.
+for everything else; the formula itself in float64. PyTorch gathers the embeddings of a segment of tokens, uses and drops them,
+and sums both gradients as weighted bags, for which nothing is expanded. With few distinct rows U it multiplies a segment of
+tokens with all of them and picks R scores a token; the gradient of the rows is then a matrix product with scattered weights.
+Nothing but the inputs is kept for backward.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.jagged import without_autocast
 from turbogr.ops.negative_logits_native import KERNEL, SampledRows, outside
 from turbogr.ops.registry import register_loadable
-from turbogr.ops.unique import unique_segments
 
 OPERATOR = "turbogr::negative_logits"
 
-DENSE_ROWS_PER_SAMPLE = 24
-"""Dense wins while U is at most this many times R (measured on a CPU at D = 50 and 128)."""
+DENSE_ROWS_PER_SAMPLE = 8
+"""Products with all rows win while U is at most this many times R (measured on a CPU at D = 50, 64 and 128)."""
 
 SEGMENT_BYTES = 4 << 20
 """Bytes of one segment's temporary: small enough to stay in cache, large enough to keep the cores busy."""
@@ -95,39 +94,42 @@ def check_rows(operator: str, name: str, index: Tensor, num_rows: int) -> None:
 def sample_logits(output: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     """[T, R]: the formula, in PyTorch."""
     logits = output.new_empty(index.shape)
+    samples, width = index.shape[1], rows.shape[1]
     if _dense(rows.shape[0], index):
         for part in _segments(len(index), rows.shape[0] * output.element_size()):
             torch.gather(output[part] @ rows.T, 1, index[part], out=logits[part])
     else:
-        for part, sampled in _gathered(rows, index):
-            torch.matmul(sampled, output[part].unsqueeze(2), out=logits[part].unsqueeze(2))
+        for part in _segments(len(index), samples * width * output.element_size()):
+            sampled = rows.index_select(0, index[part].reshape(-1)).view(part.stop - part.start, samples, width)
+            # The vector on the left: products of many small matrices with a column are several times slower on a CPU.
+            torch.bmm(output[part].unsqueeze(1), sampled.transpose(1, 2), out=logits[part].unsqueeze(1))
     return logits
 
 
 def weighted_rows(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     """[T, D]: sum over r of weights[t, r] * rows[index[t, r]], in PyTorch."""
-    sums = rows.new_empty(len(index), rows.shape[1])
-    if _dense(rows.shape[0], index):
-        for part, scattered in _scattered(weights, index, rows.shape[0]):
-            torch.matmul(scattered, rows, out=sums[part])
-    else:
-        for part, sampled in _gathered(rows, index):
-            torch.matmul(weights[part].unsqueeze(1), sampled, out=sums[part].unsqueeze(1))
-    return sums
+    if not index.numel():
+        return rows.new_zeros(len(index), rows.shape[1])
+    return F.embedding_bag(index, rows, per_sample_weights=weights, mode="sum")
 
 
 def row_sums(weights: Tensor, output: Tensor, index: Tensor, num_rows: int) -> Tensor:
     """[U, D]: sum over the samples (t, r) of each row of weights[t, r] * output[t], in PyTorch."""
-    sums = output.new_zeros(num_rows, output.shape[1])
+    if not index.numel():
+        return output.new_zeros(num_rows, output.shape[1])
     if _dense(num_rows, index):
-        for part, scattered in _scattered(weights, index, num_rows):
+        sums = output.new_zeros(num_rows, output.shape[1])
+        for part in _segments(len(index), num_rows * weights.element_size()):
+            scattered = weights.new_zeros(part.stop - part.start, num_rows).scatter_add_(1, index[part], weights[part])
             sums.addmm_(scattered.T, output[part])
-    elif index.numel():
-        # One weighted bag of tokens a row, nothing expanded.
-        segments = unique_segments(index.flatten(), num_rows, backend="torch")
-        tokens, weight = segments.order // index.shape[1], weights.flatten().index_select(0, segments.order)
-        sums[segments.unique] = F.embedding_bag(tokens, output, segments.starts[:-1], mode="sum", per_sample_weights=weight)
-    return sums
+        return sums
+    # One bag of tokens a row. Narrow integers are sorted in half the time.
+    flat = index.flatten()
+    order = (flat.int() if num_rows <= torch.iinfo(torch.int32).max else flat).argsort(stable=True)
+    ends = torch.bincount(flat, minlength=num_rows).cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    weight = weights.flatten().index_select(0, order)
+    return F.embedding_bag(order // index.shape[1], output, starts, mode="sum", per_sample_weights=weight)
 
 
 def _dense(num_rows: int, index: Tensor) -> bool:
@@ -138,19 +140,6 @@ def _segments(tokens: int, bytes_per_token: int) -> Iterator[slice]:
     step = max(1, SEGMENT_BYTES // max(1, bytes_per_token))
     for start in range(0, tokens, step):
         yield slice(start, min(start + step, tokens))
-
-
-def _gathered(rows: Tensor, index: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Segments of tokens with their rows [n, R, D]."""
-    samples, width = index.shape[1], rows.shape[1]
-    for part in _segments(len(index), samples * width * rows.element_size()):
-        yield part, rows.index_select(0, index[part].reshape(-1)).view(-1, samples, width)
-
-
-def _scattered(weights: Tensor, index: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor]]:
-    """Segments of tokens with their weights by row [n, U]."""
-    for part in _segments(len(index), num_rows * weights.element_size()):
-        yield part, weights.new_zeros(part.stop - part.start, num_rows).scatter_add_(1, index[part], weights[part])
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=())
