@@ -51,8 +51,9 @@ class Group:
         return rows.view(self.size * self.heads, self.length, dense.shape[1])
 
     def tokens(self, dense: Tensor) -> Tensor:
-        """This group's part [size, length] of one number a token, as `Layout.spread_tokens` made it."""
-        return dense[self.start : self.start + self.size * self.length].view(self.size, self.length)
+        """This group's part [size, length, ...] of what `Layout.spread_tokens` made."""
+        part = dense[self.start : self.start + self.size * self.length]
+        return part.view(self.size, self.length, *dense.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,16 @@ class Layout:
         return padded.index_select(0, self._source)
 
     def spread_tokens(self, x: Tensor) -> Tensor:
-        """[T] to [padded], zero behind a sequence's end."""
-        return x.new_zeros(self.padded).index_copy_(0, self._place, x)
+        """[T, ...] to [padded, ...]: group after group as [G, N, ...], zero behind a sequence's end."""
+        return x.new_zeros(self.padded, *x.shape[1:]).index_copy_(0, self._place, x)
 
     def collect(self, dense: Tensor) -> Tensor:
         """[padded * H, D] back to [T, H, D]."""
         return dense.index_select(0, self._row.view(-1)).view(self._tokens, self.heads, dense.shape[1])
+
+    def collect_tokens(self, dense: Tensor) -> Tensor:
+        """[padded, ...] back to [T, ...]."""
+        return dense.index_select(0, self._place)
 
     @cached_property
     def _source(self) -> Tensor:
