@@ -1,7 +1,7 @@
 """The PyTorch implementation of `turbogr::jagged_fuxi_attention`, for every dtype and device and for every mask.
 
-Dense groups of similar lengths, and blocks of rows in them (`turbogr.ops.jagged`); backward computes the weights again.
-Position and time weights are the same for all heads, so that their products take the values of all heads side by side.
+Dense groups of similar lengths and blocks of rows in them (`turbogr.ops.layout`); backward computes the weights again. Position
+and time weights are the same for all heads: their products take the values of all heads side by side.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turbogr.ops.jagged import length_groups, row_blocks
-from turbogr.ops.masks import CAUSAL, forbidden
-from turbogr.ops.relative import TimeGaps, add_diagonals, toeplitz
-from turbogr.ops.time_buckets import TimeBucketing
+from turbogr.ops.layout import Block, Chunk, Layout
+from turbogr.ops.masks import forbid
+from turbogr.ops.relative import PositionTable, TimeGaps, TimeTable
 
 OPERATOR = "turbogr::jagged_fuxi_attention"
 
@@ -25,45 +24,37 @@ LARGEST_POWER = 1e30
 
 
 class TimeWeights(Protocol):
-    """The time channel: weights of a block, and the way of their gradients back into its parameters."""
+    """The time channel: weights of a chunk's pairs, and the way of their gradients back into its parameters."""
 
-    def block(self, gaps: Tensor) -> Tensor:
-        """Weights of integer gaps [G, rows, keys]; remembered for `accumulate`."""
+    def of(self, chunk: Chunk) -> Tensor:
+        """float, one a pair of the chunk; remembered for `accumulate`."""
 
-    def accumulate(self, gradient: Tensor) -> None:
-        """Takes the gradient of the last block's weights, zero where attention is forbidden."""
+    def accumulate(self, by_pair: Tensor) -> None:
+        """Takes the gradients of the last chunk's weights, zero where attention is forbidden."""
 
     def gradient(self) -> Tensor:
-        """float64, shaped as the parameters."""
+        """Of the parameters, in their shape and dtype."""
 
 
 class BucketedWeights:
     """table[bucket(gap)].
 
     Args:
-        table: float [K].
-        unit: ticks per unit of the bucket formula.
-        divisor: width of a bucket in natural logarithms.
-        like: times, for their dtype and device.
+        table: the table with its buckets.
     """
 
-    def __init__(self, table: Tensor, unit: float, divisor: float, like: Tensor) -> None:
+    def __init__(self, table: TimeTable) -> None:
         self.table = table
-        self.bucketing = TimeBucketing.of(table.numel(), unit, divisor, like)
-        self.sums = torch.zeros(table.numel(), dtype=torch.float64, device=table.device)
+        self.gradient = table.gradient
 
-    def block(self, gaps: Tensor) -> Tensor:
+    def of(self, chunk: Chunk) -> Tensor:
         """See TimeWeights."""
-        self.buckets = self.bucketing(gaps)
-        return self.table.index_select(0, self.buckets.view(-1)).view(gaps.shape)
+        self.buckets = self.table.buckets(chunk)
+        return self.table.table.index_select(0, self.buckets)
 
-    def accumulate(self, gradient: Tensor) -> None:
+    def accumulate(self, by_pair: Tensor) -> None:
         """See TimeWeights."""
-        self.sums += torch.bincount(self.buckets.view(-1), gradient.reshape(-1).double(), minlength=self.sums.numel())
-
-    def gradient(self) -> Tensor:
-        """See TimeWeights."""
-        return self.sums
+        self.table.accumulate(by_pair, self.buckets)
 
 
 class FunctionalWeights:
@@ -71,19 +62,21 @@ class FunctionalWeights:
 
     Args:
         parameters: float [3], amplitude, decay, exponent.
+        gaps: of the batch.
         unit: ticks per unit of the formula.
         dtype: of q, k and v.
     """
 
-    def __init__(self, parameters: Tensor, unit: float, dtype: torch.dtype) -> None:
-        self.unit, self.dtype = unit, torch.promote_types(dtype, torch.float32)
+    def __init__(self, parameters: Tensor, gaps: TimeGaps, unit: float, dtype: torch.dtype) -> None:
+        self.gaps, self.unit = gaps, unit
+        self.dtype, self.result_dtype = torch.promote_types(dtype, torch.float32), parameters.dtype
         self.amplitude, decay, self.exponent = parameters.double().unbind()
         self.decay = decay.clamp(min=SMALLEST_DECAY)
         self.sums = torch.zeros(3, dtype=torch.float64, device=parameters.device)
 
-    def block(self, gaps: Tensor) -> Tensor:
+    def of(self, chunk: Chunk) -> Tensor:
         """See TimeWeights."""
-        gaps = gaps.abs()
+        gaps = self.gaps.of(chunk).abs_()
         zero = gaps == 0
         # The logarithm of 0 is replaced before it is taken: its product with the power 0 must be 0, not NaN.
         self.log = gaps.to(self.dtype).mul_(1 / self.unit).masked_fill_(zero, 1.0).log_()
@@ -91,9 +84,9 @@ class FunctionalWeights:
         self.decayed = (self.power * self.decay.log().to(self.dtype)).exp_()
         return self.decayed * self.amplitude.to(self.dtype)
 
-    def accumulate(self, gradient: Tensor) -> None:
+    def accumulate(self, by_pair: Tensor) -> None:
         """See TimeWeights."""
-        total = gradient.to(self.dtype) * self.decayed
+        total = by_pair.to(self.dtype) * self.decayed
         self.sums[0] += total.sum(dtype=torch.float64)
         total *= self.power
         self.sums[1] += total.sum(dtype=torch.float64)
@@ -102,33 +95,8 @@ class FunctionalWeights:
     def gradient(self) -> Tensor:
         """See TimeWeights."""
         plain, by_power, by_log = self.sums.unbind()
-        return torch.stack([plain, self.amplitude / self.decay * by_power, self.amplitude * self.decay.log() * by_log])
-
-
-class _Channels:
-    """Position and time weights of blocks of rows, and the gradients of what they are made of."""
-
-    def __init__(
-        self,
-        q: Tensor,
-        position_bias: Tensor | None,
-        time_parameters: Tensor | None,
-        query_times: Tensor | None,
-        key_times: Tensor | None,
-        time_unit: float,
-        time_divisor: float,
-        functional: bool,
-    ) -> None:
-        self.dtype, self.position_bias = q.dtype, position_bias
-        size = 0 if position_bias is None else position_bias.numel()
-        self.grad_position = torch.zeros(size, dtype=torch.float64, device=q.device)
-        self.time: TimeWeights | None = None
-        if time_parameters is not None and query_times is not None and key_times is not None:
-            self.gaps = TimeGaps.of(query_times, key_times)
-            if functional:
-                self.time = FunctionalWeights(time_parameters, time_unit, q.dtype)
-            else:
-                self.time = BucketedWeights(time_parameters, time_unit, time_divisor, self.gaps.keys)
+        numbers = [plain, self.amplitude / self.decay * by_power, self.amplitude * self.decay.log() * by_log]
+        return torch.stack(numbers).to(self.result_dtype)
 
 
 def forward(
@@ -148,26 +116,33 @@ def forward(
     mask: str,
 ) -> Tensor:
     """Output [T, H, 3 dv]; arguments are the operator's."""
-    heads, width = v.shape[1:]
-    out = v.new_zeros(v.shape[0], heads, 3 * width)
-    by_position, by_time, by_content = (slice(x * width, (x + 1) * width) for x in range(3))
-    channels = _Channels(q, position_bias, time_parameters, query_times, key_times, time_unit, time_divisor, functional)
-    for group in length_groups(offsets, heads):
-        queries, keys, values = (group.gather(x) for x in (q, k, v))
-        beside = values.transpose(1, 2).flatten(2)
-        dense = v.new_zeros(*values.shape[:3], 3 * width)
-        for first, end in row_blocks(group.length):
-            rows = dense[:, :, first:end]
-            weights = _cut(F.silu(_scores(queries, keys, first, end, alpha), inplace=True), first, end, mask)
-            torch.mul(weights @ values[:, :, :end], scale, out=rows[..., by_content])
-            if position_bias is not None:
-                weights = _cut(toeplitz(position_bias, first, end).to(q.dtype), first, end, mask)
-                rows[..., by_position] = _apart(weights @ beside[:, :end], heads)
-            if channels.time is not None:
-                weights = channels.time.block(channels.gaps.block(group, first, end)).to(q.dtype)
-                rows[..., by_time] = _apart(_cut(weights, first, end, mask) @ beside[:, :end], heads)
-        group.scatter(dense, out)
-    return out
+    layout = Layout(offsets, q.shape[1])
+    queries, keys, values = (layout.spread(x) for x in (q, k, v))
+    queries.mul_(alpha)
+    beside = layout.spread_tokens(v.flatten(1))
+    by_content, by_position, by_time = torch.empty_like(values), torch.zeros_like(beside), torch.zeros_like(beside)
+    position = None if position_bias is None else PositionTable(position_bias, layout)
+    time = _time_weights(layout, q, time_parameters, query_times, key_times, time_unit, time_divisor, functional)
+
+    def run(chunk: Chunk) -> None:
+        weights = F.silu(_scores(chunk, queries, keys), inplace=True)
+        time_weights = None if time is None else time.of(chunk).to(q.dtype)
+        for block in chunk.blocks:
+            of_block = block.of_scores(weights)
+            forbid(OPERATOR, mask, of_block, block.first)
+            torch.bmm(of_block, block.keys(values), out=block.queries(by_content))
+            if position is not None:
+                torch.matmul(_of_positions(position, block, mask, q.dtype), _seen(block, beside), out=_rows(block, by_position))
+            if time_weights is not None:
+                of_pairs = block.of_pairs(time_weights)
+                forbid(OPERATOR, mask, of_pairs, block.first)
+                torch.bmm(of_pairs, _seen(block, beside), out=_rows(block, by_time))
+
+    for chunk in layout.chunks():
+        run(chunk)  # a function of its own, so that nothing of a chunk outlives it
+    tokens, heads, width = v.shape
+    apart = [layout.collect_tokens(x).view(tokens, heads, width) for x in (by_position, by_time)]
+    return torch.cat([*apart, layout.collect(by_content.mul_(scale))], dim=2)
 
 
 def backward(
@@ -188,62 +163,102 @@ def backward(
     mask: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, position table and time parameters (empty where there are none), given that of the output."""
-    heads, width = v.shape[1:]
-    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    channels = _Channels(q, position_bias, time_parameters, query_times, key_times, time_unit, time_divisor, functional)
-    for group in length_groups(offsets, heads):
-        queries, keys, values = (group.gather(x) for x in (q, k, v))
-        beside = values.transpose(1, 2).flatten(2)
-        by_position, by_time, by_content = group.gather_gradient(gradient).split(width, dim=3)
-        by_position, by_time = (x.transpose(1, 2).flatten(2) for x in (by_position, by_time))
-        by_content = by_content * scale
-        dq, dk, dv = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-        d_beside = torch.zeros_like(beside)
-        for first, end in row_blocks(group.length):
-            keys_seen, values_seen = beside[:, :end].transpose(1, 2), values[:, :, :end].transpose(2, 3)
-            scores = _scores(queries, keys, first, end, alpha)
-            rows = by_content[:, :, first:end]
-            grad_scores = torch.ops.aten.silu_backward(_cut(rows @ values_seen, first, end, mask), scores)
-            weights = _cut(F.silu(scores, inplace=True), first, end, mask)
-            dv[:, :, :end] += weights.transpose(2, 3) @ rows
-            dq[:, :, first:end] = grad_scores @ keys[:, :, :end]
-            dk[:, :, :end] += grad_scores.transpose(2, 3) @ queries[:, :, first:end]
-            if position_bias is not None:
-                rows = by_position[:, first:end]
-                weights = _cut(toeplitz(position_bias, first, end).to(q.dtype), first, end, mask)
-                d_beside[:, :end] += weights.T @ rows
-                by_pair = _cut((rows @ keys_seen).sum(0), first, end, mask)
-                add_diagonals(by_pair, first, end, channels.grad_position)
-            if channels.time is not None:
-                rows = by_time[:, first:end]
-                weights = channels.time.block(channels.gaps.block(group, first, end)).to(q.dtype)
-                d_beside[:, :end] += _cut(weights, first, end, mask).transpose(1, 2) @ rows
-                channels.time.accumulate(_cut(rows @ keys_seen, first, end, mask))
-        if alpha != 1.0:
-            dq.mul_(alpha)
-            dk.mul_(alpha)
-        for dense, out in ((dq, grad_q), (dk, grad_k), (dv.add_(_apart(d_beside, heads)), grad_v)):
-            group.scatter(dense, out)
-    grad_position = channels.grad_position.to(q.dtype if position_bias is None else position_bias.dtype)
-    if time_parameters is None:
-        return grad_q, grad_k, grad_v, grad_position, q.new_empty(0)
-    time_sums = torch.zeros(time_parameters.shape, device=q.device) if channels.time is None else channels.time.gradient()
-    return grad_q, grad_k, grad_v, grad_position, time_sums.to(time_parameters.dtype)
+    layout = Layout(offsets, q.shape[1])
+    by_position, by_time, by_content = gradient.split(v.shape[2], dim=2)
+    queries, keys, values, incoming = (layout.spread(x) for x in (q, k, v, by_content))
+    queries.mul_(alpha)
+    incoming.mul_(scale)
+    beside, of_position, of_time = (layout.spread_tokens(x.flatten(1)) for x in (v, by_position, by_time))
+    grad_q, grad_k, grad_v = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(values)
+    grad_beside = torch.zeros_like(beside)
+    position = None if position_bias is None else PositionTable(position_bias, layout)
+    time = _time_weights(layout, q, time_parameters, query_times, key_times, time_unit, time_divisor, functional)
+
+    def run(chunk: Chunk) -> None:
+        scores = _scores(chunk, queries, keys)
+        grad_scores = chunk.new_scores(scores)
+        for block in chunk.blocks:
+            torch.bmm(block.queries(incoming), block.keys(values).mT, out=block.of_scores(grad_scores))
+        torch.ops.aten.silu_backward.grad_input(grad_scores, scores, grad_input=grad_scores)
+        weights = F.silu(scores, inplace=True)
+        for block in chunk.blocks:
+            of_block, grad_of_block = block.of_scores(weights), block.of_scores(grad_scores)
+            forbid(OPERATOR, mask, of_block, block.first)
+            forbid(OPERATOR, mask, grad_of_block, block.first)
+            block.add_to_keys(grad_v, of_block.mT, block.queries(incoming))
+            block.add_to_keys(grad_k, grad_of_block.mT, block.queries(queries))
+            torch.bmm(grad_of_block, block.keys(keys), out=block.queries(grad_q))
+
+    def run_position(position: PositionTable, chunk: Chunk) -> None:
+        for block in chunk.blocks:
+            rows = _rows(block, of_position)
+            weights = _of_positions(position, block, mask, q.dtype)
+            _seen(block, grad_beside).add_(weights.mT @ rows)
+            by_pair = rows @ _seen(block, beside).mT
+            forbid(OPERATOR, mask, by_pair, block.first)
+            position.accumulate(by_pair, block)
+
+    def run_time(time: TimeWeights, chunk: Chunk) -> None:
+        weights = time.of(chunk).to(q.dtype)
+        by_pair = torch.empty_like(weights)
+        for block in chunk.blocks:
+            rows, of_pairs, grad_of_pairs = _rows(block, of_time), block.of_pairs(weights), block.of_pairs(by_pair)
+            forbid(OPERATOR, mask, of_pairs, block.first)
+            _seen(block, grad_beside).baddbmm_(of_pairs.mT, rows)
+            torch.bmm(rows, _seen(block, beside).mT, out=grad_of_pairs)
+            forbid(OPERATOR, mask, grad_of_pairs, block.first)
+        time.accumulate(by_pair)
+
+    for chunk in layout.chunks():
+        run(chunk)
+        if position is not None:
+            run_position(position, chunk)
+        if time is not None:
+            run_time(time, chunk)
+    grad_q.mul_(alpha)
+    grad_values = layout.collect(grad_v).add_(layout.collect_tokens(grad_beside).view(v.shape))
+    grad_position = q.new_empty(0) if position is None else position.gradient()
+    grad_time = q.new_empty(0) if time is None else time.gradient()
+    return layout.collect(grad_q), layout.collect(grad_k), grad_values, grad_position, grad_time
 
 
-def _scores(queries: Tensor, keys: Tensor, first: int, end: int, alpha: float) -> Tensor:
-    scores = queries[:, :, first:end] @ keys[:, :, :end].transpose(2, 3)
-    return scores if alpha == 1.0 else scores.mul_(alpha)
+def _time_weights(
+    layout: Layout,
+    q: Tensor,
+    parameters: Tensor | None,
+    query_times: Tensor | None,
+    key_times: Tensor | None,
+    unit: float,
+    divisor: float,
+    functional: bool,
+) -> TimeWeights | None:
+    if parameters is None or query_times is None or key_times is None:
+        return None
+    gaps = TimeGaps(layout, query_times, key_times)
+    if functional:
+        return FunctionalWeights(parameters, gaps, unit, q.dtype)
+    return BucketedWeights(TimeTable(parameters, gaps, unit, divisor))
 
 
-def _apart(beside: Tensor, heads: int) -> Tensor:
-    """[G, rows, H dv], the heads side by side, to [G, H, rows, dv]."""
-    return beside.unflatten(2, (heads, -1)).transpose(1, 2)
+def _scores(chunk: Chunk, queries: Tensor, keys: Tensor) -> Tensor:
+    scores = chunk.new_scores(queries)
+    for block in chunk.blocks:
+        torch.bmm(block.queries(queries), block.keys(keys).mT, out=block.of_scores(scores))
+    return scores
 
 
-def _cut(weights: Tensor, first: int, end: int, mask: str) -> Tensor:
-    """Zeroes, in place, what the mask forbids to rows first..end over keys 0..end (the last two axes)."""
-    if mask == CAUSAL:
-        weights[..., first:].tril_()
-        return weights
-    return weights.masked_fill_(forbidden(OPERATOR, mask, first, end, weights.device), 0)
+def _of_positions(position: PositionTable, block: Block, mask: str, dtype: torch.dtype) -> Tensor:
+    """[rows, end], a copy."""
+    weights = position.block(block).to(dtype, copy=True)
+    forbid(OPERATOR, mask, weights, block.first)
+    return weights
+
+
+def _rows(block: Block, beside: Tensor) -> Tensor:
+    """The block's rows [G, rows, H dv] of values side by side."""
+    return block.group.tokens(beside)[:, block.first : block.end]
+
+
+def _seen(block: Block, beside: Tensor) -> Tensor:
+    """The rows that it attends to, [G, end, H dv]."""
+    return block.group.tokens(beside)[:, : block.end]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turbogr.ops.layout import BLOCK_ROWS, Block, Chunk, Layout
+from turbogr.ops.layout import Chunk, Layout
 from turbogr.ops.masks import forbid
-from turbogr.ops.time_buckets import TimeBucketing
+from turbogr.ops.relative import PositionTable, TimeGaps, TimeTable
 
 OPERATOR = "turbogr::jagged_hstu_attention"
 
@@ -36,8 +36,8 @@ def forward(
     queries, keys, values = (layout.spread(x) for x in (q, k, v))
     queries.mul_(alpha)
     out = torch.empty_like(values)
-    position = None if position_bias is None else _PositionBias(position_bias, layout)
-    time = _TimeBias.of(layout, time_bias, query_times, key_times, time_unit, time_divisor)
+    position = None if position_bias is None else PositionTable(position_bias, layout)
+    time = _time_table(layout, time_bias, query_times, key_times, time_unit, time_divisor)
 
     def run(chunk: Chunk) -> None:
         scores, _ = _scores(chunk, queries, keys, position, time)
@@ -74,8 +74,8 @@ def backward(
     queries.mul_(alpha)
     incoming.mul_(scale)
     grad_q, grad_k, grad_v = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(values)
-    position = None if position_bias is None else _PositionBias(position_bias, layout)
-    time = _TimeBias.of(layout, time_bias, query_times, key_times, time_unit, time_divisor)
+    position = None if position_bias is None else PositionTable(position_bias, layout)
+    time = _time_table(layout, time_bias, query_times, key_times, time_unit, time_divisor)
 
     def run(chunk: Chunk) -> None:
         scores, buckets = _scores(chunk, queries, keys, position, time)
@@ -102,8 +102,21 @@ def backward(
     return layout.collect(grad_q), layout.collect(grad_k), layout.collect(grad_v), of_position, of_time
 
 
+def _time_table(
+    layout: Layout,
+    table: Tensor | None,
+    query_times: Tensor | None,
+    key_times: Tensor | None,
+    unit: float,
+    divisor: float,
+) -> TimeTable | None:
+    if table is None or query_times is None or key_times is None:
+        return None
+    return TimeTable(table, TimeGaps(layout, query_times, key_times), unit, divisor)
+
+
 def _scores(
-    chunk: Chunk, queries: Tensor, keys: Tensor, position: _PositionBias | None, time: _TimeBias | None
+    chunk: Chunk, queries: Tensor, keys: Tensor, position: PositionTable | None, time: TimeTable | None
 ) -> tuple[Tensor, Tensor | None]:
     """Scores with bias of one chunk, and the buckets int32 of its pairs."""
     scores = chunk.new_scores(queries)
@@ -125,7 +138,7 @@ def _scores(
 
 
 def _accumulate(
-    chunk: Chunk, grad_scores: Tensor, buckets: Tensor | None, position: _PositionBias | None, time: _TimeBias | None
+    chunk: Chunk, grad_scores: Tensor, buckets: Tensor | None, position: PositionTable | None, time: TimeTable | None
 ) -> None:
     """Adds the gradients of a chunk's scores (zero where attention is forbidden) to those of the tables."""
     if position is None and time is None:
@@ -138,95 +151,3 @@ def _accumulate(
             position.accumulate(of_pairs, block)
     if time is not None and buckets is not None:
         time.accumulate(by_pair, buckets)
-
-
-class _PositionBias:
-    """The position table as one matrix with entry (r, c) = table[r + zero - c], of which every block of rows is a part.
-
-    A block's row r is at position first + r: with its columns from zero - first on, entry (r, j) is table[first + r - j]. Above
-    the diagonal, where no attention is, stands anything.
-    """
-
-    def __init__(self, table: Tensor, layout: Layout) -> None:
-        longest = layout.groups[0].length if layout.groups else 0
-        rows = min(longest, BLOCK_ROWS)
-        self.table, self.longest, self.rows, self.width = table, longest, rows, max(longest + rows - 1, 0)
-        self.zero = longest - 1
-        if longest:
-            # Row r is the reversed table, moved right by r. Strides cannot be negative: the rows are made in reverse.
-            reversed_table = F.pad(table[:longest].flip(0), (rows - 1, rows - 1))
-            self.matrix = reversed_table.as_strided((rows, self.width), (1, 1)).flip(0)
-        self.sums: Tensor | None = None
-
-    def block(self, block: Block) -> Tensor:
-        """[rows, end]."""
-        return self._part(self.matrix, block)
-
-    def _part(self, matrix: Tensor, block: Block) -> Tensor:
-        first = self.zero - block.first
-        return matrix[: block.rows, first : first + block.end]
-
-    def accumulate(self, by_pair: Tensor, block: Block) -> None:
-        """Adds [G, rows, end], which is zero above the diagonal."""
-        if self.sums is None:
-            self.sums = torch.zeros_like(self.matrix, dtype=torch.promote_types(self.matrix.dtype, torch.float32))
-        self._part(self.sums, block).add_(by_pair[0] if len(by_pair) == 1 else by_pair.sum(0))
-
-    def gradient(self) -> Tensor:
-        """Of the whole table: the sums along the matrix's diagonals."""
-        total = torch.zeros_like(self.table)
-        if self.sums is not None:
-            # Each row reversed and padded, then read with one column less: entry (r, c) comes to column width - 1 - c + r.
-            skewed = F.pad(self.sums.flip(1), (0, self.rows)).view(-1)[: self.rows * (self.width + self.rows - 1)]
-            by_column = skewed.view(self.rows, -1).sum(0, dtype=torch.float64)
-            total[: self.longest] = by_column[self.width - 1 - self.zero :][: self.longest]
-        return total
-
-
-class _TimeBias:
-    """The time table, and the buckets of a chunk's pairs."""
-
-    def __init__(
-        self, layout: Layout, table: Tensor, query_times: Tensor, key_times: Tensor, unit: float, divisor: float
-    ) -> None:
-        # Integers, because differences must be exact; narrow ones where they suffice.
-        ends = [end for times in (query_times, key_times) if times.numel() for end in times.aminmax()]
-        base = torch.stack(ends).amin() if ends else 0
-        narrow = bool(ends) and int(torch.stack(ends).amax() - base) < 2**31 - 1
-        dtype = torch.int32 if narrow else torch.int64
-        self.query_times, self.key_times = (layout.spread_tokens((x - base).to(dtype)) for x in (query_times, key_times))
-        self.bucketing = TimeBucketing.of(table.numel(), unit, divisor, self.key_times)
-        self.table = table
-        # Millions of terms are added up: float64 costs nothing here.
-        self.sums = torch.zeros(table.numel(), dtype=torch.float64, device=table.device)
-
-    @classmethod
-    def of(
-        cls,
-        layout: Layout,
-        table: Tensor | None,
-        query_times: Tensor | None,
-        key_times: Tensor | None,
-        unit: float,
-        divisor: float,
-    ) -> _TimeBias | None:
-        """None where there is no table."""
-        if table is None or query_times is None or key_times is None:
-            return None
-        return cls(layout, table, query_times, key_times, unit, divisor)
-
-    def buckets(self, chunk: Chunk) -> Tensor:
-        """int32, one a pair of the chunk."""
-        gaps = self.key_times.new_empty(chunk.pairs)
-        for block in chunk.blocks:
-            asked = block.group.tokens(self.query_times)[:, block.first : block.end, None]
-            torch.sub(asked, block.group.tokens(self.key_times)[:, None, : block.end], out=block.of_pairs(gaps))
-        return self.bucketing(gaps)
-
-    def accumulate(self, by_pair: Tensor, buckets: Tensor) -> None:
-        """Adds the gradients of a chunk's pairs."""
-        self.sums += torch.bincount(buckets, by_pair.double(), minlength=self.sums.numel())
-
-    def gradient(self) -> Tensor:
-        """Of the whole table."""
-        return self.sums.to(self.table.dtype)

@@ -1,60 +1,118 @@
-"""What pairs of tokens have between them, block by block: the distance of their positions and the gap of their times.
+"""What pairs of tokens have between them: the distance of their positions and the gap of their times.
 
-For the PyTorch implementations, which take blocks of rows first..end over keys 0..end (`turbogr.ops.jagged`).
+For the PyTorch implementations of attention (`turbogr.ops.layout`): values by pair from tables that all heads share, and the
+way of their gradients back into the tables.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turbogr.ops.jagged import LengthGroup
+from turbogr.ops.layout import BLOCK_ROWS, Block, Chunk, Layout
+from turbogr.ops.time_buckets import TimeBucketing
 
 
-def toeplitz(table: Tensor, first: int, end: int) -> Tensor:
-    """[end - first, end] with table[i - j] where i >= j (anything elsewhere): a strided view of the reversed table."""
-    rows = end - first
-    reversed_table = F.pad(table[:end].flip(0), (0, rows - 1))  # entry x holds table[end - 1 - x]
-    return reversed_table.as_strided((rows, end), (1, 1)).flip(0)
+class PositionTable:
+    """The position table as one matrix with entry (r, c) = table[r + zero - c], of which every block of rows is a part.
 
+    A block's row r is at position first + r: with its columns from zero - first on, entry (r, j) is table[first + r - j], and 0
+    above the diagonal.
 
-def add_diagonals(block: Tensor, first: int, end: int, out: Tensor) -> None:
-    """Adds sum over {(i, j): i - j = d} of block [end - first, end] to out[d]; the block is zero where j > i."""
-    rows = end - first
-    # Row i, reversed and padded to a width of end + rows, then read with one column less: distances become columns.
-    skewed = F.pad(block.flip(1), (0, rows)).view(-1)[: rows * (end + rows - 1)].view(rows, end + rows - 1)
-    # Before skewing, column c of row r is j = end - 1 - c; after it, c' = c + r, so that d = first + r - j = c' - (rows - 1).
-    out[:end] += skewed.sum(0)[rows - 1 :].to(out.dtype)
-
-
-@dataclass(frozen=True)
-class TimeGaps:
-    """Differences query time - key time, exact, because they stay integers; narrow ones where those suffice.
-
-    Attributes:
-        queries: int32 or int64 [T], counted from the earliest time.
-        keys: likewise.
+    Args:
+        table: float [P], at least as long as the longest sequence.
+        layout: of the batch.
     """
 
-    queries: Tensor
-    keys: Tensor
+    def __init__(self, table: Tensor, layout: Layout) -> None:
+        longest = layout.groups[0].length if layout.groups else 0
+        rows = min(longest, BLOCK_ROWS)
+        self.table, self.longest, self.rows, self.width = table, longest, rows, max(longest + rows - 1, 0)
+        self.zero = longest - 1
+        if longest:
+            # Row r is the reversed table, moved right by r. Strides cannot be negative: the rows are made in reverse.
+            reversed_table = F.pad(table[:longest].flip(0), (rows - 1, rows - 1))
+            self.matrix = reversed_table.as_strided((rows, self.width), (1, 1)).flip(0)
+        self.sums: Tensor | None = None
 
-    @classmethod
-    def of(cls, queries: Tensor, keys: Tensor) -> TimeGaps:
-        """From int64 times [T]."""
-        if not keys.numel():
-            return cls(queries, keys)
-        base = torch.minimum(queries.min(), keys.min())
-        span = torch.maximum(queries.max(), keys.max()) - base
-        dtype = torch.int32 if int(span) < 2**31 - 1 else torch.int64
-        return cls((queries - base).to(dtype), (keys - base).to(dtype))
+    def block(self, block: Block) -> Tensor:
+        """[rows, end]."""
+        return self._part(self.matrix, block)
 
-    def block(self, group: LengthGroup, first: int, end: int) -> Tensor:
-        """[G, end - first, end]."""
-        return group.gather_times(self.queries)[:, first:end, None] - group.gather_times(self.keys)[:, None, :end]
+    def _part(self, matrix: Tensor, block: Block) -> Tensor:
+        first = self.zero - block.first
+        return matrix[: block.rows, first : first + block.end]
+
+    def accumulate(self, by_pair: Tensor, block: Block) -> None:
+        """Adds [G, rows, end], which is zero above the diagonal."""
+        if self.sums is None:
+            self.sums = torch.zeros_like(self.matrix, dtype=torch.promote_types(self.matrix.dtype, torch.float32))
+        self._part(self.sums, block).add_(by_pair[0] if len(by_pair) == 1 else by_pair.sum(0))
+
+    def gradient(self) -> Tensor:
+        """Of the whole table: the sums along the matrix's diagonals."""
+        total = torch.zeros_like(self.table)
+        if self.sums is not None:
+            # Each row reversed and padded, then read with one column less: entry (r, c) comes to column width - 1 - c + r.
+            skewed = F.pad(self.sums.flip(1), (0, self.rows)).view(-1)[: self.rows * (self.width + self.rows - 1)]
+            by_column = skewed.view(self.rows, -1).sum(0, dtype=torch.float64)
+            total[: self.longest] = by_column[self.width - 1 - self.zero :][: self.longest]
+        return total
+
+
+class TimeGaps:
+    """Differences query time - key time: integers, because they must be exact; narrow ones where those suffice.
+
+    Args:
+        layout: of the batch.
+        query_times: int64 [T].
+        key_times: int64 [T].
+    """
+
+    def __init__(self, layout: Layout, query_times: Tensor, key_times: Tensor) -> None:
+        ends = [end for times in (query_times, key_times) if times.numel() for end in times.aminmax()]
+        base = torch.stack(ends).amin() if ends else 0
+        narrow = bool(ends) and int(torch.stack(ends).amax() - base) < 2**31 - 1
+        dtype = torch.int32 if narrow else torch.int64
+        self.query_times, self.key_times = (layout.spread_tokens((x - base).to(dtype)) for x in (query_times, key_times))
+
+    def of(self, chunk: Chunk) -> Tensor:
+        """int32 or int64, one a pair of the chunk."""
+        gaps = self.key_times.new_empty(chunk.pairs)
+        for block in chunk.blocks:
+            asked = block.group.tokens(self.query_times)[:, block.first : block.end, None]
+            torch.sub(asked, block.group.tokens(self.key_times)[:, None, : block.end], out=block.of_pairs(gaps))
+        return gaps
+
+
+class TimeTable:
+    """The time table, and the buckets of a chunk's pairs.
+
+    Args:
+        table: float [K].
+        gaps: of the batch.
+        unit: ticks per unit of the bucket formula.
+        divisor: width of a bucket in natural logarithms.
+    """
+
+    def __init__(self, table: Tensor, gaps: TimeGaps, unit: float, divisor: float) -> None:
+        self.table, self.gaps = table, gaps
+        self.bucketing = TimeBucketing.of(table.numel(), unit, divisor, gaps.key_times)
+        # Millions of terms are added up: float64 costs nothing here.
+        self.sums = torch.zeros(table.numel(), dtype=torch.float64, device=table.device)
+
+    def buckets(self, chunk: Chunk) -> Tensor:
+        """int32, one a pair of the chunk."""
+        return self.bucketing(self.gaps.of(chunk))
+
+    def accumulate(self, by_pair: Tensor, buckets: Tensor) -> None:
+        """Adds the gradients of a chunk's pairs."""
+        self.sums += torch.bincount(buckets, by_pair.double(), minlength=self.sums.numel())
+
+    def gradient(self) -> Tensor:
+        """Of the whole table."""
+        return self.sums.to(self.table.dtype)
 
 
 def check_table(operator: str, name: str, table: Tensor, least: int = 1) -> None:
