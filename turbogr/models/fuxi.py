@@ -10,8 +10,11 @@ from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.models.bias import RelativeBias
 from turbogr.models.time_encoders import FunctionalTime, TimeEncoder
-from turbogr.ops.backend import Backend, check_backend
+from turbogr.ops.backend import Backend
+from turbogr.ops.dropout import Dropout
 from turbogr.ops.fuxi_attention import TimeChannel, jagged_fuxi_attention
+from turbogr.ops.gated_norm import gated_norm
+from turbogr.ops.silu_split import silu_split
 
 EPS = 1e-6
 
@@ -35,7 +38,7 @@ class FuXiBlock(nn.Module):
         ffn_dim: width of the feed-forward network's hidden layer.
         max_length: n.
         dropout: on the gated attention output and on the feed-forward network's input.
-        backend: implementation of the attention.
+        backend: implementation of the operators.
     """
 
     def __init__(
@@ -60,12 +63,11 @@ class FuXiBlock(nn.Module):
         self.contract = nn.Linear(ffn_dim, dim, bias=False)
         for linear in (self.out, self.gate, self.expand, self.contract):
             nn.init.xavier_uniform_(linear.weight)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout, backend)
 
     def forward(self, x: Tensor, batch: JaggedBatch, time: TimeChannel) -> Tensor:
         """float [T, D] to float [T, D]; `time` holds the time arguments of the attention."""
-        projected = F.silu(F.rms_norm(x, x.shape[-1:], eps=EPS) @ self.uvqk)
-        u, v, q, k = projected.split(self.sizes, dim=1)
+        u, v, q, k = silu_split(F.rms_norm(x, x.shape[-1:], eps=EPS) @ self.uvqk, self.sizes, backend=self.backend)
         attended = jagged_fuxi_attention(
             q.unflatten(1, (self.num_heads, self.qk_dim)),
             k.unflatten(1, (self.num_heads, self.qk_dim)),
@@ -76,7 +78,8 @@ class FuXiBlock(nn.Module):
             backend=self.backend,
             **time,
         ).flatten(1)
-        z = x + self.out(self.dropout(u * F.rms_norm(attended, attended.shape[-1:], eps=EPS)))
+        p = self.dropout.p if self.training else 0.0
+        z = x + self.out(gated_norm(u, attended, eps=EPS, p=p, norm="rms", backend=self.backend))
         r = self.dropout(F.rms_norm(z, z.shape[-1:], eps=EPS))
         return z + self.contract(F.silu(self.gate(r)) * self.expand(r))
 
@@ -95,8 +98,8 @@ class FuXi(Backbone):
         dropout: on the input, on each block's gated output and on its feed-forward network's input.
         time_encoder: FunctionalTime (FuXi-gamma's, shared by all blocks) or BucketedTime (FuXi-alpha's), with the unit of the
             data's times; None is FunctionalTime for times in seconds.
-        backend: implementation of the attention: auto takes the C++ kernel where it serves (float32 on a CPU with a compiler)
-            and PyTorch elsewhere; cpp, torch and reference (float64, slow) take that one or fail.
+        backend: implementation of the operators, see Backbone.
+        rematerialise: less memory for more time, see Backbone.
 
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads where widths are derived from it.
@@ -114,13 +117,13 @@ class FuXi(Backbone):
         dropout: float = 0.2,
         time_encoder: TimeEncoder | None = None,
         backend: Backend = "auto",
+        rematerialise: bool = False,
     ) -> None:
-        super().__init__(dim, max_length, dropout)
+        super().__init__(dim, max_length, dropout, backend, rematerialise)
         positive(self, num_blocks=num_blocks, num_heads=num_heads, ffn_multiplier=ffn_multiplier)
         qk_dim = head_width(self, dim, num_heads) if qk_dim is None else qk_dim
         v_dim = head_width(self, dim, num_heads) if v_dim is None else v_dim
         positive(self, qk_dim=qk_dim, v_dim=v_dim)
-        check_backend("FuXi", backend)
         self.blocks = nn.ModuleList(
             FuXiBlock(dim, num_heads, qk_dim, v_dim, ffn_multiplier * dim, max_length, dropout, backend)
             for _ in range(num_blocks)
@@ -131,5 +134,5 @@ class FuXi(Backbone):
     def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:
         """The blocks: float [T, D] to float [T, D]."""
         for index, block in enumerate(self.blocks):
-            x = block(x, batch, self.time_encoder.channel(index, batch))
+            x = self.run(block, x, batch, self.time_encoder.channel(index, batch))
         return x
