@@ -92,3 +92,11 @@ def test_recipe_builds_what_it_promises(recipe, prepared):
     if recipe == "kuairand-27k/hstu-large.yaml":
         # 16 (1024 * 4096 + 1024^2 + 1024) + 16 (2 * 2048 - 1 + 33): the paper's 83.97 M
         assert sum(p.numel() for p in model.backbone.blocks.parameters()) == 83_968_512
+
+
+def test_a_recipe_can_take_another_time_encoder(prepared):
+    recipe = str(recipes_dir() / "movielens-100k/fuxi.yaml")
+    options = ["--model.backbone.time_encoder=BucketedTime", "--model.backbone.time_encoder.buckets.count=12"]
+    built = Built("fit", ["-c", recipe, f"--data.path={prepared}", "--trainer.accelerator=cpu", *options])
+    assert built.model.backbone.time_encoder.buckets == TimeBuckets(count=12)
+    assert [len(table) for table in built.model.backbone.time_encoder.tables] == [13, 13]
