@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from _breakdown import OTHER, breakdown
 from _memory import allocations
 from _padded import PaddedTrainer
 from _report import Report, parse_arguments
-from _timing import keep_freed_memory, sgemm_rate
+from _timing import keep_freed_memory, sgemm_rate, timed
 
 from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone
@@ -142,20 +141,19 @@ def check_agreement(name: str, make: Make, batches: list[JaggedBatch], num_items
 
 
 def measure(report: Report, shape: Shape, model: str, batches: list[JaggedBatch], num_items: int) -> None:
-    """Adds the rows of one model at one shape; the last batch warms up and is what memory is counted on."""
+    """Adds the rows of one model at one shape; memory is counted on the batch with the longest history."""
     name = f"{model}, {shape.name}"
     check_agreement(name, shape.models[model], batches, num_items)
     sides = steppers(shape.models[model], num_items)
+    longest = max(batches, key=lambda batch: int(batch.lengths.max()))
     for step in sides.values():
-        step(batches[-1])
+        step(longest)
     rates: dict[str, list[float]] = {side: [] for side in sides}
-    for batch in batches[:-1]:
+    for batch in batches:
         for side, step in sides.items():
-            start = time.perf_counter()
-            step(batch)
-            rates[side].append(batch.num_tokens / (time.perf_counter() - start))
+            rates[side].append(batch.num_tokens / timed(partial(step, batch)))
     rate = {side: statistics.median(values) for side, values in rates.items()}
-    peak = {side: allocations(partial(step, batches[-1]))[1] / 2**20 for side, step in sides.items()}
+    peak = {side: allocations(partial(step, longest))[1] / 2**20 for side, step in sides.items()}
 
     def over(side: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(rates[side], rates[other], strict=True))
@@ -167,7 +165,7 @@ def measure(report: Report, shape: Shape, model: str, batches: list[JaggedBatch]
     report.add(f"{name}, rematerialised: peak memory", peak["rematerialised"], "MiB", baseline=peak["turbogr"])
     report.add(f"{name}, rematerialised: time", over("turbogr", "rematerialised"), "x", baseline=1.0)
     if model == "HSTU":
-        parts(report, name, lambda: sides["turbogr"](batches[0]))
+        parts(report, name, lambda: sides["turbogr"](longest))
 
 
 def parts(report: Report, name: str, step: Callable[[], object]) -> None:
@@ -194,7 +192,7 @@ def main() -> int:
     keep_freed_memory()
     report = Report("train_step", arguments.quick)
     for shape, folder in ((SHORT, arguments.data_short), (LONG, arguments.data_long)):
-        count = (2 if arguments.quick else shape.rounds) + 1
+        count = 3 if arguments.quick else shape.rounds
         source = partial(synthetic_batches, shape.lengths) if folder is None else partial(real_batches, folder)
         batches, num_items = source(shape.users, shape.max_length, count)
         for model in ("HSTU",) if arguments.quick else arguments.models:
