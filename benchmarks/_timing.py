@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-1, 2**31 - 1)
-        mallopt(-3, 2**30)
+        mallopt(-3, 2**31 - 1)
 
 
 def sgemm_rate() -> float:
