@@ -3,7 +3,7 @@
 `turbogr::unique_segments` gives besides what a reduction over equal ids needs: their positions, grouped.
 
 Implementations: C++ for int64 on the CPU (`kernels/cpu/unique.cpp`: a bitmap of small tables, a radix sort for large ones);
-PyTorch and NumPy where there is no compiler, PyTorch on other devices; Python's own sort as the reference.
+PyTorch's stable sort where there is no compiler and on other devices; Python's own sort as the reference.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,9 @@ SEGMENTS = "turbogr::unique_segments"
 
 DENSE_FACTOR = 4
 """Without a compiler, marking a table of `num_rows` flags beats sorting while the table has at most this many rows per id."""
+
+NARROW = 2**31
+"""Ids of at most so many rows fit into int32."""
 
 
 class Segments(NamedTuple):
@@ -121,8 +123,8 @@ def _unique_ids(ids: Tensor, num_rows: int, backend: str = "auto") -> tuple[Tens
     _check_range(OPERATOR, ids, num_rows)
     if num_rows <= DENSE_FACTOR * ids.numel():
         return _by_marking(ids, num_rows)
-    if _packs(ids, num_rows):
-        return _by_packed_sort(ids)[:2]
+    if num_rows <= NARROW:
+        return _by_sorting(ids, num_rows)[:2]
     unique, inverse = torch.unique(ids, return_inverse=True)
     return unique, inverse
 
@@ -134,9 +136,7 @@ def _unique_segments(ids: Tensor, num_rows: int, backend: str = "auto") -> tuple
         unique, inverse, order, starts = _native(SEGMENTS, library, ids, num_rows, True)
         return unique, inverse, order, starts
     _check_range(SEGMENTS, ids, num_rows)
-    if _packs(ids, num_rows):
-        return _by_packed_sort(ids)
-    return _with_segments(*torch.unique(ids, return_inverse=True))
+    return _by_sorting(ids, num_rows)
 
 
 def _native(operator: str, library: ctypes.CDLL, ids: Tensor, num_rows: int, segments: bool) -> list[Tensor]:
@@ -160,23 +160,14 @@ def _by_marking(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return present.nonzero().view(-1), place.index_select(0, ids)
 
 
-def _packs(ids: Tensor, num_rows: int) -> bool:
-    """Whether an id and its position fit into the 63 bits of a key, for NumPy's sort, which is faster than any other here."""
-    return ids.device.type == "cpu" and num_rows.bit_length() + ids.numel().bit_length() <= 63
-
-
-def _by_packed_sort(ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    count = ids.numel()
-    bits = count.bit_length()
-    keys = np.sort((ids.numpy() << bits) | np.arange(count))
-    order, rows = keys & ((1 << bits) - 1), keys >> bits
-    first = np.ones(count, dtype=np.bool_)
-    np.not_equal(rows[1:], rows[:-1], out=first[1:])
-    inverse = np.empty(count, dtype=np.int64)
-    inverse[order] = first.cumsum() - 1
-    starts = np.append(first.nonzero()[0], count)
-    unique, places, positions, edges = (torch.from_numpy(x) for x in (rows[first], inverse, order, starts))
-    return unique, places, positions, edges
+def _by_sorting(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    # PyTorch's stable sort of integers is a radix sort: half the bytes, half the time.
+    values, order = (ids.int() if num_rows <= NARROW else ids).sort(stable=True)
+    first = torch.ones_like(values, dtype=torch.bool)
+    torch.ne(values[1:], values[:-1], out=first[1:])
+    inverse = torch.empty_like(ids).scatter_(0, order, first.cumsum(0).sub_(1))
+    starts = torch.cat([first.nonzero().view(-1), order.new_full((1,), ids.numel())])
+    return values[first].long(), inverse, order, starts
 
 
 def _with_segments(unique: Tensor, inverse: Tensor) -> Segments:
