@@ -134,6 +134,19 @@ def test_lower_precision_stays_near_the_reference(dtype, tolerance, channel):
     assert max(max_errors(operator, reference, tensors, relative=True)) < tolerance
 
 
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_bfloat16_with_parameters_in_float32(channel):
+    """As under autocast: each gradient comes in its own tensor's dtype."""
+    tensors, offsets, queries, keys = inputs_of([150, 3, 70], dtype=torch.float32)
+    tensors[:3] = [x.detach().bfloat16().requires_grad_() for x in tensors[:3]]
+    operator, reference = pair(offsets, queries, keys, channel)
+    out = operator(*tensors)
+    assert out.dtype == torch.bfloat16
+    for tensor, gradient in zip(tensors, torch.autograd.grad(out.sum(), tensors, allow_unused=True), strict=True):
+        assert gradient is None or gradient.dtype == tensor.dtype
+    assert max(max_errors(operator, reference, tensors, relative=True)) < 2e-2
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 70), max_size=6),
