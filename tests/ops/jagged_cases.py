@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
+
+from turbogr.ops.layout import BLOCK_ROWS
 
 LENGTHS: dict[str, list[int]] = {
     "empty batch": [],
     "empty sequences": [0, 0, 0],
     "length 1": [1],
-    "edges of a block": [127, 128, 129, 0, 1, 2],
+    "edges of a tile": [63, 64, 65, 0, 1, 2],
+    "edges of a block": [BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 0, 2 * BLOCK_ROWS],
     "one long, many short": [400, *range(1, 9)],
     "equal lengths": [37, 37, 37],
 }
+
+
+WIDTHS = [(1, 8, 8), (2, 16, 33), (3, 50, 50), (4, 32, 32), (5, 7, 65), (6, 1, 1), (7, 17, 128), (8, 128, 64)]
+"""Heads, width of queries and keys, width of values."""
 
 
 def offsets_of(lengths: Sequence[int]) -> Tensor:
@@ -39,3 +47,15 @@ def max_errors(
         largest = float(b.detach().abs().max()) if b.numel() else 0.0
         errors.append(error / largest if relative and largest else error)
     return errors
+
+
+def far_apart(x: Tensor, row_stride: int = 2**30) -> Tensor:
+    """A copy of x [T, H, D] whose rows lie 2^30 elements apart: an index of 32 bits does not reach the third one.
+
+    The memory between the rows is never touched, and takes no room where the system hands out pages at first use.
+    """
+    try:
+        room = torch.empty((x.shape[0] - 1) * row_stride + x[0].numel(), dtype=x.dtype)
+    except RuntimeError as error:
+        pytest.skip(f"not enough address space: {error}")
+    return room.as_strided(x.shape, (row_stride, x.shape[2], 1)).copy_(x)

@@ -141,7 +141,7 @@ def test_opcheck(backend):
     options = (queries, keys, 0.1, 1.0, 1.0, 0.301, "causal", backend)
     torch.library.opcheck(_hstu_attention, (*tensors[:3], offsets, *tensors[3:], *options))
     torch.library.opcheck(_hstu_attention, (*tensors[:3], offsets, None, None, None, None, *options[2:]))
-    # Dense but permuted inputs: their gradients keep the strides that the fake implementation promises.
+    # Dense but permuted inputs: their gradients have the strides that the fake implementation promises.
     permuted = [x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() for x in tensors[:3]]
     torch.library.opcheck(_hstu_attention, (*permuted, offsets, *tensors[3:], *options))
 

@@ -227,8 +227,8 @@ def _(
     time_bias: Tensor | None,
     *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    position, time = (q.new_empty(0) if table is None else torch.empty_like(table) for table in (position_bias, time_bias))
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), position, time
+    position, time = (q.new_empty(0) if table is None else table.new_empty(table.shape) for table in (position_bias, time_bias))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), position, time
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001

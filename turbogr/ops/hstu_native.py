@@ -108,8 +108,7 @@ class HSTUKernel:
     def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of q, k, v and of both tables (empty where there is none), given that of the output [T, H, dv]."""
         gradient = rows(gradient)
-        shaped = [torch.empty_like(x) for x in self.inputs]
-        grads = [rows(x) for x in shaped]
+        grad_q, grad_k, grad_v = grads = [x.new_empty(x.shape) for x in self.inputs]
         tables = [self.q.new_empty(0 if x is None else x.numel()) for x in (self.position_bias, self.time_bias)]
         run = self.library.turbogr_hstu_backward
         run.argtypes, run.restype = [POINTER(_Problem), POINTER(_Gradients)], c_int
@@ -123,7 +122,6 @@ class HSTUKernel:
             pointer(tables[1]),
         )
         check(run(self.problem, gradients), OPERATOR)
-        grad_q, grad_k, grad_v = (x if x is y else x.copy_(y) for x, y in zip(shaped, grads, strict=True))
         position, time = (
             x if table is None else x.to(table.dtype)
             for x, table in zip(tables, (self.position_bias, self.time_bias), strict=True)

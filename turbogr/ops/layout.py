@@ -32,7 +32,7 @@ CHUNK_ELEMENTS = 1 << 19
 PAIR_ELEMENTS = 3
 """Elements of a pair of tokens besides its heads' scores: a bucket, a bias and the like."""
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = 96
 
 
 @dataclass(frozen=True)

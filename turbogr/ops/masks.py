@@ -22,7 +22,6 @@ or it is registered under a short name: `register_mask("window", window)`. Masks
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from importlib import import_module
 
 import torch
@@ -135,11 +134,6 @@ def _find(owner: str, mask: str) -> Mask:
             f"{owner}: there is no mask {mask!r}; known are {', '.join(known_masks())}, "
             "and a function of a module by its import path (my_masks.window)"
         )
-    return _import(owner, mask, module, name)
-
-
-@lru_cache(maxsize=64)
-def _import(owner: str, mask: str, module: str, name: str) -> Mask:
     try:
         found = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
