@@ -9,13 +9,13 @@
 
 namespace turbogr {
 
-// What all tasks share: the position table from the longest distance down to 0, so that a row of a tile reads it forwards, and
-// the buckets. Behind distance 0 stand zeros for what a vector reads above the diagonal.
+// What all tasks share: the position table from the longest distance down to 0, so that a row of a tile reads it forwards, the
+// time table, and the buckets. Behind both tables stand zeros for what vectors read beyond them.
 struct BiasTables {
     const TurbogrBias& inputs;
     TimeBuckets buckets;
     Memory memory;
-    const float* reversed = nullptr;
+    const float *reversed = nullptr, *times = nullptr;
     int64_t longest = 0;
 
     explicit BiasTables(const TurbogrBias& bias)
@@ -28,20 +28,30 @@ struct BiasTables {
     // False if there is no memory. A missing position table is one of zeros.
     bool build(int64_t longest_sequence) {
         longest = longest_sequence;
-        memory = allocate((longest + TILE) * static_cast<int64_t>(sizeof(float)));
+        const int64_t count = time() ? inputs.time_count : 0;
+        memory = allocate((longest + TILE + count + 2 * LANES) * static_cast<int64_t>(sizeof(float)));
         if (!memory) return false;
         float* table = reinterpret_cast<float*>(memory.get());
-        for (int64_t x = 0; x < longest; x++) table[x] = position() ? inputs.position_bias[longest - 1 - x] : 0;
-        std::fill_n(table + longest, TILE, 0.0f);
         reversed = table;
+        for (int64_t x = 0; x < longest; x++) *table++ = position() ? inputs.position_bias[longest - 1 - x] : 0;
+        table = std::fill_n(table, TILE, 0.0f);
+        times = table;
+        table = std::copy_n(inputs.time_bias, count, table);
+        std::fill_n(table, 2 * LANES, 0.0f);
         return true;
     }
+};
+
+// The bias of a row of a tile: values, and a constant to be added to them.
+struct BiasRow {
+    const float* values;
+    float constant;
 };
 
 // The bias of one tile after another.
 class TileBias {
   public:
-    // With `apart`, row() is the time bias alone, else the sum of both.
+    // With `apart`, row() is the time bias and positions() the position bias, else sum() is the sum of both.
     TileBias(const BiasTables& tables, Arena& arena, bool apart = false) : tables_(tables), apart_(apart) {
         if (!tables.time()) return;
         times_memory_ = arena.take<char>(SequenceTimes::bytes(tables.longest));
@@ -58,39 +68,56 @@ class TileBias {
     void prepare(const Tile& tile) {
         tile_ = tile;
         if (!tables_.time()) return;
-        const float* table = tables_.inputs.time_bias;
-        const int64_t last = tile.first_column + tile.columns - 1;
+        times_.prepare_ranges(tables_.buckets, tile, ranges_);
         for (int64_t i = 0; i < tile.rows; i++) {
-            const int64_t limit = tile.limit(i);
-            float* values = values_ + i * TILE;
-            common_[i] = times_.common_bucket(tables_.buckets, tile.first_row + i, last);
-            if (common_[i] >= 0) {
-                for (int64_t j = 0; j < limit; j += LANES) store(values + j, broadcast(table[common_[i]]));
-            } else {
-                int32_t* ids = ids_ + i * TILE;
-                times_.buckets_of_row(tables_.buckets, tile.first_row + i, tile.first_column, limit, ids);
-                for (int64_t j = 0; j < limit; j++) values[j] = table[ids[j]];
-                for (int64_t j = limit; j % LANES != 0; j++) values[j] = 0;
+            if (!one_bucket(i)) {
+                times_.buckets_of_row(tables_.buckets, tile.first_row + i, tile.first_column, tile.limit(i), ids_ + i * TILE);
+                look_up(i);
+            } else if (apart_) {
+                fill(i, [&](int64_t) { return broadcast(tables_.times[ranges_[i].low]); });
             }
-            if (apart_ || !tables_.position()) continue;
-            const float* position = positions(i);
-            for (int64_t j = 0; j < limit; j += LANES) store(values + j, load(values + j) + load(position + j));
         }
     }
 
-    // Up to the row's limit, rounded up to whole vectors; with `apart` only if there is a time table.
-    const float* row(int64_t i) const { return tables_.time() ? values_ + i * TILE : positions(i); }
-
-    // The position bias alone, likewise.
+    // All of these up to the row's limit, rounded up to whole vectors.
+    BiasRow sum(int64_t i) const {
+        if (!tables_.time()) return {positions(i), 0};
+        if (one_bucket(i)) return {positions(i), tables_.times[ranges_[i].low]};
+        return {values_ + i * TILE, 0};
+    }
+    const float* row(int64_t i) const { return values_ + i * TILE; }
     const float* positions(int64_t i) const {
         return tables_.reversed + (tables_.longest - 1 - tile_.first_row - i) + tile_.first_column;
     }
 
-    // One bucket of the whole row, or -1: then ids() has each element's. Only if there is a time table.
-    int32_t common(int64_t i) const { return common_[i]; }
+    // Only if there is a time table: the range of a row's buckets, and if they differ, each element's.
+    BucketRange range(int64_t i) const { return ranges_[i]; }
     const int32_t* ids(int64_t i) const { return ids_ + i * TILE; }
 
   private:
+    bool one_bucket(int64_t i) const { return ranges_[i].low == ranges_[i].high; }
+
+    void look_up(int64_t i) {
+        const float* table = tables_.times;
+        const int32_t* ids = ids_ + i * TILE;
+        const auto [low, high] = ranges_[i];
+        if (high - low < 2 * LANES) {
+            const Vector first = load(table + low), second = load(table + low + LANES);
+            fill(i, [&, low = low](int64_t j) { return choose(first, second, load(ids + j) - low); });
+            return;
+        }
+        alignas(64) float times[TILE]{};
+        for (int64_t j = 0; j < tile_.limit(i); j++) times[j] = table[ids[j]];
+        fill(i, [&](int64_t j) { return load(times + j); });
+    }
+
+    template <typename Times>
+    void fill(int64_t i, Times times) {
+        float* to = values_ + i * TILE;
+        const bool add = !apart_ && tables_.position();
+        for (int64_t j = 0; j < tile_.limit(i); j += LANES) store(to + j, add ? load(positions(i) + j) + times(j) : times(j));
+    }
+
     const BiasTables& tables_;
     const bool apart_;
     SequenceTimes times_{};
@@ -98,7 +125,7 @@ class TileBias {
     void* times_memory_ = nullptr;
     float* values_ = nullptr;
     int32_t* ids_ = nullptr;
-    int32_t common_[TILE];
+    BucketRange ranges_[TILE];
 };
 
 // Sums of score gradients by distance and by bucket: each task has its own, which are added up in the order of the batch, so
@@ -114,14 +141,14 @@ class BiasGradients {
         if (!first_) return false;
         first_[0] = 0;
         for (int64_t t = 0; t < queue_.count; t++)
-            first_[t + 1] = first_[t] + (tables_.position() ? round_up(queue_.tasks[t].length + LANES, 16) : 0);
+            first_[t + 1] = first_[t] + (tables_.position() ? round_up(queue_.tasks[t].length + 2 * LANES, 16) : 0);
         distances_ = allocate(first_[queue_.count] * static_cast<int64_t>(sizeof(float)));
         buckets_ = allocate(queue_.count * buckets * static_cast<int64_t>(sizeof(double)));
         return distances_ && buckets_;
     }
 
-    // Of one task: by distance, the longest first (room for a vector behind distance 0), and by bucket.
-    float* distances(int64_t task) const { return reinterpret_cast<float*>(distances_.get()) + first_[task]; }
+    // Of one task: by distance, the longest first (with room for a vector before and behind), and by bucket.
+    float* distances(int64_t task) const { return reinterpret_cast<float*>(distances_.get()) + first_[task] + LANES; }
     double* buckets(int64_t task) const {
         return reinterpret_cast<double*>(buckets_.get()) + task * (tables_.time() ? tables_.inputs.time_count : 0);
     }
@@ -160,68 +187,90 @@ class BiasGradients {
 // a row's limit and the end of that vector.
 class TaskBiasGradients {
   public:
-    TaskBiasGradients(const BiasTables& tables, const TileBias& bias, Arena& arena)
-        : tables_(tables), bias_(bias), stride_(tables.time() ? round_up(tables.inputs.time_count, 16) : 0) {
-        sums_ = arena.take<float>(COPIES * stride_);
+    TaskBiasGradients(const BiasTables& tables, const TileBias& bias, Arena& arena) : tables_(tables), bias_(bias) {
+        sums_ = arena.take<float>(tables.time() ? tables.inputs.time_count * LANES : 0);
     }
 
     void begin(const Task& task, const BiasGradients& gradients, int64_t index) {
         distances_ = gradients.distances(index);
         buckets_ = gradients.buckets(index);
         last_ = task.length - 1;
-        if (tables_.position()) std::fill_n(distances_, task.length + LANES, 0.0f);
+        if (tables_.position()) std::fill_n(distances_ - LANES, task.length + 2 * LANES, 0.0f);
         if (!tables_.time()) return;
         std::fill_n(buckets_, tables_.inputs.time_count, 0.0);
-        std::fill_n(sums_, COPIES * stride_, 0.0f);
+        least_ = static_cast<int32_t>(tables_.inputs.time_count);
+        most_ = -1;
     }
 
     // Only with a position table.
     void add_positions(const Tile& tile, const float* gradients) {
-        for (int64_t i = 0; i < tile.rows; i++) {
-            float* to = distances_ + last_ - (tile.first_row + i) + tile.first_column;
-            for (int64_t j = 0; j < tile.limit(i); j += LANES) store(to + j, load(to + j) + load(gradients + i * TILE + j));
+        float* to = distances_ + last_ - tile.first_row + tile.first_column;
+        if (tile.diagonal()) {
+            for (int64_t i = 0; i < tile.rows; i++)
+                for (int64_t j = 0; j < tile.limit(i); j += LANES) add(to - i + j, load(gradients + i * TILE + j));
+            return;
         }
+        // A row's sums begin one element before those of the row above. Adding them in memory would wait at every row for the
+        // last one's stores, so they lie in registers, and move by a lane from row to row, the last row first.
+        constexpr int VECTORS = TILE / LANES;
+        Vector sums[VECTORS + 2]{};  // first what has moved out, last zeros
+        int64_t i = round_up(tile.rows, LANES);
+        while (i > 0) {
+            const float* row = gradients + --i * TILE;
+            if (i < tile.rows) unrolled<VECTORS>([&](auto v) { sums[v + 1] += load(row + v * LANES); });
+            unrolled<VECTORS + 1>([&](auto v) { sums[v] = move_down(sums[v], sums[v + 1]); });
+            if (i % LANES == 0) add(to - i - (LANES - 1), sums[0]);
+        }
+        unrolled<VECTORS>([&](auto v) { add(to + 1 + v * LANES, sums[v + 1]); });
     }
 
     // Only with a time table, of the tile that the bias was prepared for last.
     void add_buckets(const Tile& tile, const float* gradients) {
-        // Rows of one bucket follow each other: their lanes are added up first.
-        Vector lanes{};
-        int32_t bucket = -1;
+        constexpr int32_t FEW = 4;
         for (int64_t i = 0; i < tile.rows; i++) {
             const int64_t limit = tile.limit(i);
             const float* row = gradients + i * TILE;
-            const int32_t common = bias_.common(i);
-            if (common < 0) {
-                const int32_t* ids = bias_.ids(i);
-                for (int64_t j = 0; j < limit; j++) sums_[(j % COPIES) * stride_ + ids[j]] += row[j];
-                continue;
+            const int32_t* ids = bias_.ids(i);
+            const auto [low, high] = bias_.range(i);
+            touch(low, high);
+            if (low == high) {
+                Vector total = load(row);
+                for (int64_t j = LANES; j < limit; j += LANES) total += load(row + j);
+                add(sums_ + low * LANES, total);
+            } else if (high - low < FEW) {
+                for (int32_t bucket = low; bucket <= high; bucket++) {
+                    Vector total{};
+                    for (int64_t j = 0; j < limit; j += LANES) total += load(ids + j) == bucket ? load(row + j) : Vector{};
+                    add(sums_ + bucket * LANES, total);
+                }
+            } else {
+                for (int64_t j = 0; j < limit; j++) sums_[ids[j] * LANES + j % LANES] += row[j];
             }
-            if (common != bucket) {
-                if (bucket >= 0) sums_[bucket] += sum(lanes);
-                lanes = Vector{};
-                bucket = common;
-            }
-            for (int64_t j = 0; j < limit; j += LANES) lanes += load(row + j);
         }
-        if (bucket >= 0) sums_[bucket] += sum(lanes);
     }
 
     // After every column of tiles: hands the float32 sums over to float64.
     void flush() {
-        if (!tables_.time()) return;
-        for (int64_t b = 0; b < tables_.inputs.time_count; b++)
-            for (int64_t copy = 0; copy < COPIES; copy++) buckets_[b] += sums_[copy * stride_ + b];
-        std::fill_n(sums_, COPIES * stride_, 0.0f);
+        for (int32_t b = least_; b <= most_; b++) buckets_[b] += sum(load(sums_ + b * LANES));
+        least_ = static_cast<int32_t>(tables_.inputs.time_count);
+        most_ = -1;
     }
 
   private:
-    static constexpr int64_t COPIES = 4;  // neighbouring elements add into different copies, so that no add waits for the last
+    static void add(float* to, Vector x) { store(to, load(to) + x); }
+
+    // Sums of a bucket are zero before it is touched.
+    void touch(int32_t least, int32_t most) {
+        if (most_ < 0) least_ = least, most_ = least - 1;
+        while (least_ > least) store(sums_ + --least_ * LANES, Vector{});
+        while (most_ < most) store(sums_ + ++most_ * LANES, Vector{});
+    }
 
     const BiasTables& tables_;
     const TileBias& bias_;
-    int64_t stride_, last_ = 0;
-    float *sums_, *distances_ = nullptr;
+    int64_t last_ = 0;
+    int32_t least_ = 0, most_ = -1;  // the buckets touched since the last flush
+    float *sums_, *distances_ = nullptr;  // sums_: a vector of partial sums for each bucket
     double* buckets_ = nullptr;
 };
 

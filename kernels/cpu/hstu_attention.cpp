@@ -18,6 +18,8 @@
 namespace turbogr {
 namespace {
 
+constexpr int64_t STRIP = 12;  // so many rows of a tile go through the elementwise part together, while they lie in the first cache
+
 // What all tasks share.
 struct Shared {
     const TurbogrHstu& p;
@@ -59,8 +61,12 @@ class Forward {
                 const Tile tile{i, rows, j, std::min<int64_t>(TILE, task.length - j)};
                 bias_.prepare(tile);
                 for (int64_t h = 0; h < task.heads; h++) {
-                    scores(tile, p_.qk_width, queries_ + h * stride * qk_, keys_ + h * stride * qk_, scores_);
-                    activate(tile);
+                    for (int64_t m = 0; m < rows; m += STRIP) {
+                        const Tile strip = tile.strip(m, std::min(STRIP, rows - m));
+                        float* to = scores_ + m * TILE;
+                        scores(strip, p_.qk_width, queries_ + h * stride * qk_, keys_ + h * stride * qk_, to);
+                        activate(strip, m, to);
+                    }
                     times_columns(tile, p_.v_width, scores_, values_ + h * stride * v_, out_ + h * TILE * v_, j > 0);
                 }
             }
@@ -69,18 +75,18 @@ class Forward {
     }
 
   private:
-    void activate(const Tile& tile) {
-        for (int64_t i = 0; i < tile.rows; i++) {
-            const int64_t limit = tile.limit(i);
-            float* row = scores_ + i * TILE;
-            const float* bias = bias_.row(i);
+    // `first` is the strip's first row in its tile.
+    void activate(const Tile& strip, int64_t first, float* row) {
+        for (int64_t i = 0; i < strip.rows; i++, row += TILE) {
+            const int64_t limit = strip.limit(i);
+            const BiasRow bias = bias_.sum(first + i);
             int64_t j = 0;
             for (; j < limit; j += LANES) {
-                const Vector x = load(row + j) + load(bias + j);
+                const Vector x = load(row + j) + (load(bias.values + j) + bias.constant);
                 store(row + j, x * sigmoid(x));
             }
             if (j > limit) store(row + j - LANES, first_lanes(load(row + j - LANES), limit - (j - LANES)));
-            for (; j < padded(tile.columns); j += LANES) store(row + j, Vector{});
+            for (; j < padded(strip.columns); j += LANES) store(row + j, Vector{});
         }
     }
 
@@ -124,6 +130,8 @@ class Backward {
         const int64_t stride = round_up(task.length, TILE);
         bias_.sequence(task);
         for (int64_t h = 0; h < task.heads; h++) load_head(task, h, stride);
+        several_heads_ = task.heads > 1;
+        const float* grad_bias = several_heads_ ? grad_bias_ : grad_scores_;
         bias_gradients_.begin(task, gradients, index);
         for (int64_t j = 0; j < task.length; j += TILE) {
             const int64_t columns = std::min<int64_t>(TILE, task.length - j);
@@ -131,8 +139,8 @@ class Backward {
                 const Tile tile{i, std::min<int64_t>(TILE, task.length - i), j, columns};
                 bias_.prepare(tile);
                 for (int64_t h = 0; h < task.heads; h++) tile_of_head(tile, h, stride);
-                if (tables_.position()) bias_gradients_.add_positions(tile, grad_bias_);
-                if (tables_.time()) bias_gradients_.add_buckets(tile, grad_bias_);
+                if (tables_.position()) bias_gradients_.add_positions(tile, grad_bias);
+                if (tables_.time()) bias_gradients_.add_buckets(tile, grad_bias);
             }
             bias_gradients_.flush();
             for (int64_t h = 0; h < task.heads; h++) {
@@ -163,23 +171,27 @@ class Backward {
         const float* incoming = incoming_ + h * stride * v_;
         float* grad_queries = grad_queries_ + (h * stride + tile.first_row) * qk_;
         const bool add = !tile.diagonal();  // a column of tiles begins on the diagonal
-        scores(tile, p_.qk_width, queries, transposed_keys_ + h * stride * qk_, weights_);
-        scores(tile, p_.v_width, incoming, transposed_values_ + h * stride * v_, grad_scores_);
-        activate(tile, h > 0);
+        for (int64_t m = 0; m < tile.rows; m += STRIP) {
+            const Tile strip = tile.strip(m, std::min(STRIP, tile.rows - m));
+            scores(strip, p_.qk_width, queries, transposed_keys_ + h * stride * qk_, weights_ + m * TILE);
+            scores(strip, p_.v_width, incoming, transposed_values_ + h * stride * v_, grad_scores_ + m * TILE);
+            activate(strip, m, h > 0);
+        }
         times_rows(tile, p_.v_width, weights_, incoming, grad_values_ + h * TILE * v_, add);
         times_rows(tile, p_.qk_width, grad_scores_, queries, grad_keys_ + h * TILE * qk_, add);
         times_columns(tile, p_.qk_width, grad_scores_, keys_ + h * stride * qk_, grad_queries, tile.first_column > 0);
     }
 
     // Scores to SiLU of scores, gradients of the SiLU's output to those of its input; the latter summed over heads besides.
-    void activate(const Tile& tile, bool add) {
-        for (int64_t i = 0; i < tile.rows; i++) {
-            const int64_t limit = tile.limit(i);
-            float *weights = weights_ + i * TILE, *grad = grad_scores_ + i * TILE, *total = grad_bias_ + i * TILE;
-            const float* bias = bias_.row(i);
+    // `first` is the strip's first row in its tile.
+    void activate(const Tile& strip, int64_t first, bool add) {
+        for (int64_t i = 0; i < strip.rows; i++) {
+            const int64_t limit = strip.limit(i), begin = (first + i) * TILE;
+            float *weights = weights_ + begin, *grad = grad_scores_ + begin, *total = grad_bias_ + begin;
+            const BiasRow bias = bias_.sum(first + i);
             int64_t j = 0;
             for (; j < limit; j += LANES) {
-                const Vector x = load(weights + j) + load(bias + j);
+                const Vector x = load(weights + j) + (load(bias.values + j) + bias.constant);
                 const Vector gate = sigmoid(x), weight = x * gate;
                 Vector slope = load(grad + j) * (gate + weight * (1.0f - gate));
                 if (j + LANES > limit) {
@@ -189,9 +201,9 @@ class Backward {
                     store(weights + j, weight);
                 }
                 store(grad + j, slope);
-                store(total + j, add ? load(total + j) + slope : slope);
+                if (several_heads_) store(total + j, add ? load(total + j) + slope : slope);
             }
-            for (; j < padded(tile.columns); j += LANES) {
+            for (; j < padded(strip.columns); j += LANES) {
                 store(weights + j, Vector{});
                 store(grad + j, Vector{});
             }
@@ -204,6 +216,7 @@ class Backward {
     TileBias bias_;
     TaskBiasGradients bias_gradients_;
     int64_t qk_, v_, used_;
+    bool several_heads_ = false;
     float *packed_values_, *queries_, *keys_, *transposed_keys_, *transposed_values_, *incoming_;
     float *grad_queries_, *grad_keys_, *grad_values_, *weights_, *grad_scores_, *grad_bias_;
 };

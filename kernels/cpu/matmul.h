@@ -24,10 +24,10 @@ struct ColumnMajor {
     ColumnMajor from(int64_t row, int64_t column) const { return {data + column * stride + row, stride}; }
 };
 
-// What is known to be zero in a product with the 64 x 64 tile on the diagonal, and is left out.
+// What is known to be zero in a product with a tile on the diagonal, and is left out.
 enum class Skip {
     nothing,
-    columns_after_row,  // C[m, n] is not wanted for n > m
+    columns_after_row,  // C[m, n] is not wanted for n > m + shift
     inner_after_row,    // A[m, k] is zero for k > m
     inner_before_row,   // A[m, k] is zero for k < m
 };
@@ -88,13 +88,13 @@ static inline void panel(
 template <int ROWS, Skip SKIP, typename Left>
 static inline int64_t panels(
     int64_t m, int64_t rows, int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c,
-    int64_t c_stride, bool add
+    int64_t c_stride, bool add, int64_t shift
 ) {
     for (; m + ROWS <= rows; m += ROWS) {
         int wanted = vectors;
         int64_t first = 0, end = inner;
         if (SKIP == Skip::columns_after_row) {
-            const int needed = static_cast<int>((m + ROWS + LANES - 1) / LANES);
+            const int needed = static_cast<int>((shift + m + ROWS + LANES - 1) / LANES);
             wanted = needed < vectors ? needed : vectors;
         }
         if (SKIP == Skip::inner_after_row) end = m + ROWS < inner ? m + ROWS : inner;
@@ -107,13 +107,14 @@ static inline int64_t panels(
 // C [rows, vectors * LANES] = A [rows, inner] B [inner, vectors * LANES], added to C if `add`.
 template <Skip SKIP, typename Left>
 static inline void product(
-    int64_t rows, int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+    int64_t rows, int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add,
+    int64_t shift = 0
 ) {
     int64_t m = 0;
-    if (vectors <= NARROW_VECTORS) m = panels<12, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
-    m = panels<6, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
-    m = panels<4, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
-    panels<1, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
+    if (vectors <= NARROW_VECTORS) m = panels<12, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
+    m = panels<6, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
+    m = panels<4, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
+    panels<1, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
 }
 
 // `rows` rows of `width` floats times `factor`, into rows of `padded` floats. What is added is zero, whole rows up to

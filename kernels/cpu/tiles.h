@@ -12,6 +12,8 @@ struct Tile {
     bool diagonal() const { return first_row == first_column; }
     // How many columns of this row (counted within the tile) lie on or below the diagonal.
     int64_t limit(int64_t row) const { return std::min(columns, first_row + row - first_column + 1); }
+    // Some of its rows.
+    Tile strip(int64_t first, int64_t count) const { return {first_row + first, count, first_column, columns}; }
 };
 
 // Widths and row counts in whole vectors.
@@ -54,7 +56,8 @@ static inline void scores(
     const int vectors = static_cast<int>(padded(tile.columns) / LANES);
     const RowMajor a{rows + tile.first_row * padded(width), padded(width)};
     const float* b = transposed + tile.first_column * padded(width);
-    if (tile.diagonal()) product<Skip::columns_after_row>(tile.rows, vectors, width, a, b, TILE, to, TILE, add);
+    const int64_t shift = tile.first_row - tile.first_column;
+    if (tile.limit(0) < tile.columns) product<Skip::columns_after_row>(tile.rows, vectors, width, a, b, TILE, to, TILE, add, shift);
     else product<Skip::nothing>(tile.rows, vectors, width, a, b, TILE, to, TILE, add);
 }
 

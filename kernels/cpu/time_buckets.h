@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "tasks.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace turbogr {
@@ -13,6 +14,13 @@ static inline uint64_t gap_of(int64_t a, int64_t b) {
     const uint64_t x = static_cast<uint64_t>(a), y = static_cast<uint64_t>(b);
     return a < b ? y - x : x - y;
 }
+
+// Times, and as float64 their differences from a common time; readable up to a whole vector.
+struct Times {
+    const int64_t* exact;
+    const double* relative;
+    Times from(int64_t index) const { return {exact + index, relative + index}; }
+};
 
 // bucket(gap) is the number of thresholds <= gap; thresholds rise, there are count - 1 of them.
 class TimeBuckets {
@@ -42,42 +50,35 @@ class TimeBuckets {
         return static_cast<int32_t>(first - thresholds_);
     }
 
-    // Buckets of `count` gaps; `ids` has room for whole vectors. With `small`, all times are within 2^52 of `base`, and
-    // `relative` holds the keys' as float64: then a float32 logarithm guesses, and what lies near a threshold is looked up.
-    void row(
-        int64_t query, const int64_t* keys, const double* relative, int64_t base, bool small, int64_t count, int32_t* ids
-    ) const {
-        if (!small || !guess_helps_) {
-            for (int64_t j = 0; j < count; j++) ids[j] = exact(gap_of(query, keys[j]));
+    // Buckets of the gaps between `count` times and one other, or with MANY as many others; `ids` has room for whole vectors.
+    template <bool MANY>
+    void find(const Times& times, const Times& others, bool exact_differences, int64_t count, int32_t* ids) const {
+        const auto look_up = [&](int64_t j) { ids[j] = exact(gap_of(times.exact[j], others.exact[MANY ? j : 0])); };
+        if (!exact_differences || !guess_helps_) {
+            for (int64_t j = 0; j < count; j++) look_up(j);
             return;
         }
-        const double asked = static_cast<double>(query - base);
-        alignas(64) float gaps[TILE], guesses[TILE];
-        for (int64_t j = 0; j < count; j++) gaps[j] = static_cast<float>(__builtin_fabs(asked - relative[j]));
-        for (int64_t j = count; j < round_up(count, LANES); j++) gaps[j] = 0;
-        const Vector largest = broadcast(static_cast<float>(count_ - 1) + 0.5f);
-        Lanes doubtful{};
+        int32_t doubtful[TILE];
+        Lanes doubts{};
         for (int64_t j = 0; j < count; j += LANES) {
-            const Vector x = maximum(load(gaps + j) * inverse_unit_, broadcast(1.0f));
-            const Vector guess = minimum(log2_roughly(x) * per_octave_, largest);
-            // Truncation is floor here, and makes 0 of the least bit below 0.
-            const Lanes bucket = __builtin_convertvector(guess - margin_, Lanes);
-            doubtful |= bucket ^ __builtin_convertvector(guess + margin_, Lanes);
-            std::memcpy(ids + j, &bucket, sizeof bucket);
-            store(guesses + j, guess);
+            const Lanes doubt = guess(distances<MANY>(times.relative + j, others.relative + (MANY ? j : 0)), ids + j);
+            store(doubtful + j, doubt);
+            doubts |= doubt;
         }
-        if (!any_lane(doubtful)) return;
-        for (int64_t j = 0; j < count; j++)
-            if (static_cast<int32_t>(guesses[j] - margin_) != static_cast<int32_t>(guesses[j] + margin_))
-                ids[j] = exact(gap_of(query, keys[j]));
+        for (int64_t j = 0; any(doubts) && j < count; j++)
+            if (doubtful[j] != 0) look_up(j);
     }
 
   private:
-    static bool any_lane(Lanes mask) {
-        uint64_t words[sizeof(Lanes) / 8], found = 0;
-        std::memcpy(words, &mask, sizeof words);
-        for (uint64_t word : words) found |= word;
-        return found != 0;
+    // Writes what are the buckets, but for the lanes where something is returned.
+    Lanes guess(Vector gaps, int32_t* ids) const {
+        const Vector largest = broadcast(static_cast<float>(count_ - 1) + 0.5f);
+        const Vector x = maximum(gaps * inverse_unit_, broadcast(1.0f));
+        const Vector guess = minimum(log2_roughly(x) * per_octave_, largest);
+        // Truncation is floor here, and makes 0 of the least bit below 0.
+        const Lanes bucket = __builtin_convertvector(guess - margin_, Lanes);
+        store(ids, bucket);
+        return bucket ^ __builtin_convertvector(guess + margin_, Lanes);
     }
 
     const uint64_t* thresholds_;
@@ -88,46 +89,53 @@ class TimeBuckets {
     bool guess_helps_;
 };
 
+// The buckets of a row's elements lie between these.
+struct BucketRange {
+    int32_t low, high;
+};
+
 // The times of one sequence, prepared for tiles of rows (queries) and columns (keys).
 struct SequenceTimes {
-    const int64_t *queries, *keys;
-    int64_t* least;    // of the keys from the beginning of its tile up to each key
-    int64_t* largest;  // likewise
-    double* relative;  // keys - base
-    int64_t base;
-    bool small;  // all times are within 2^52 of base, so that float64 differences are exact
+    Times queries, keys;     // relative to the first key
+    bool exact_differences;  // all are within 2^52 of it, so that differences of the relative times are exact
+    bool ordered;            // keys rise, and no query is before its own key
 
-    static int64_t bytes(int64_t length) { return round_up(length, 8) * 3 * 8; }
+    static int64_t bytes(int64_t length) { return 2 * (length + LANES) * static_cast<int64_t>(sizeof(double)); }
 
     void prepare(const int64_t* query_times, const int64_t* key_times, int64_t length, void* scratch) {
-        queries = query_times;
-        keys = key_times;
-        least = static_cast<int64_t*>(scratch);
-        largest = least + round_up(length, 8);
-        relative = reinterpret_cast<double*>(largest + round_up(length, 8));
-        base = keys[0];
-        small = true;
-        constexpr uint64_t exact_span = uint64_t{1} << 52;
+        double *from_queries = static_cast<double*>(scratch), *from_keys = from_queries + length + LANES;
+        const int64_t base = key_times[0];
+        queries = {query_times, from_queries};
+        keys = {key_times, from_keys};
+        exact_differences = ordered = true;
+        constexpr uint64_t span = uint64_t{1} << 52;
         for (int64_t j = 0; j < length; j++) {
-            const bool first = j % TILE == 0;
-            least[j] = first ? keys[j] : std::min(least[j - 1], keys[j]);
-            largest[j] = first ? keys[j] : std::max(largest[j - 1], keys[j]);
-            small = small && gap_of(keys[j], base) < exact_span && gap_of(queries[j], base) < exact_span;
+            const int64_t query = query_times[j], key = key_times[j];
+            ordered = ordered && key <= query && (j == 0 || key_times[j - 1] <= key);
+            exact_differences = exact_differences && gap_of(key, base) < span && gap_of(query, base) < span;
+            from_queries[j] = exact_differences ? static_cast<double>(query - base) : 0;
+            from_keys[j] = exact_differences ? static_cast<double>(key - base) : 0;
         }
-        for (int64_t j = 0; small && j < length; j++) relative[j] = static_cast<double>(keys[j] - base);
+        std::fill_n(from_queries + length, LANES, 0.0);
+        std::fill_n(from_keys + length, LANES, 0.0);
     }
 
     void buckets_of_row(const TimeBuckets& buckets, int64_t row, int64_t first, int64_t count, int32_t* ids) const {
-        buckets.row(queries[row], keys + first, relative + first, base, small, count, ids);
+        buckets.find<false>(keys.from(first), queries.from(row), exact_differences, count, ids);
     }
 
-    // The bucket of all pairs (row, first..row or last), or -1 if they may differ.
-    int32_t common_bucket(const TimeBuckets& buckets, int64_t row, int64_t last) const {
-        const int64_t query = queries[row], low = least[std::min(row, last)], high = largest[std::min(row, last)];
-        const uint64_t to_low = gap_of(query, low), to_high = gap_of(query, high);
-        const bool between = low < query && query < high;
-        const int32_t bucket = buckets.exact(std::max(to_low, to_high));
-        return bucket == buckets.exact(between ? 0 : std::min(to_low, to_high)) ? bucket : -1;
+    // The range of each row of a tile. Unordered times have the widest ones.
+    void prepare_ranges(const TimeBuckets& buckets, const Tile& tile, BucketRange* ranges) const {
+        if (!ordered) {
+            std::fill_n(ranges, tile.rows, BucketRange{0, buckets.count() - 1});
+            return;
+        }
+        int32_t high[TILE], low[TILE];  // buckets of each row's first and last element
+        const Times rows = queries.from(tile.first_row);
+        buckets.find<false>(rows, keys.from(tile.first_column), exact_differences, tile.rows, high);
+        if (tile.diagonal()) buckets.find<true>(rows, keys.from(tile.first_row), exact_differences, tile.rows, low);
+        else buckets.find<false>(rows, keys.from(tile.first_column + tile.columns - 1), exact_differences, tile.rows, low);
+        for (int64_t i = 0; i < tile.rows; i++) ranges[i] = {low[i], high[i]};
     }
 };
 

@@ -108,20 +108,31 @@ def bucket_of(gaps, count, divisor, unit, sign, alone, backend):
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("layout", ["alone", "together", "in order"])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("largest", [2**20, 2**50, 2**62])
 @pytest.mark.parametrize(("count", "divisor", "unit"), BUCKETS)
-def test_buckets_are_those_of_float64_at_every_threshold(count, divisor, unit, largest, sign, alone, backend):
+def test_buckets_are_those_of_float64_at_every_threshold(count, divisor, unit, largest, sign, layout, backend):
     thresholds = bucket_thresholds(count + 1, unit, divisor)
     assert thresholds.shape == (count,)
     near = (thresholds[thresholds < largest, None] + torch.tensor([-2, -1, 0, 1, 2])).flatten()
     spread = torch.logspace(0, math.log10(largest), 100, dtype=torch.float64).long()
     gaps = torch.cat([near, spread, torch.arange(5)]).clamp(min=0)
+    if layout == "in order":  # times that rise take shorter ways
+        gaps = gaps.sort(descending=sign > 0).values
     expected = TimeBuckets(count, divisor, unit).buckets(gaps)
-    assert torch.equal(bucket_of(gaps, count, divisor, unit, sign, alone, backend), expected)
+    assert torch.equal(bucket_of(gaps, count, divisor, unit, sign, layout == "alone", backend), expected)
     if count > 1:
         assert expected.unique().numel() > 1, "negative control: the gaps tell buckets apart"
+
+
+def test_times_in_no_order():
+    """Times usually rise within a sequence and no query is before its own key; nothing depends on that but speed."""
+    tensors, offsets, queries, keys = inputs_of([200, 3, 65], dtype=torch.float32)
+    shuffled = keys[torch.randperm(keys.numel(), generator=torch.Generator().manual_seed(1))]
+    for times in ((queries, shuffled), (keys - 5, keys), (shuffled, keys)):
+        operator, reference = pair(offsets, *times, backend="cpp")
+        assert max(max_errors(operator, reference, tensors, relative=True)) < TOLERANCE
 
 
 def test_thresholds_are_the_smallest_gaps_of_their_buckets():
@@ -156,8 +167,8 @@ def test_narrower_vectors(flags, monkeypatch, tmp_path):
     monkeypatch.setattr(hstu_attention, "KERNEL", kernel)
     test_edges_of_tiles_at_all_widths(3, 50, 33)
     test_edges_of_tiles_at_all_widths(2, 7, 8)
-    for sign, alone in ((1, True), (-1, False)):
-        test_buckets_are_those_of_float64_at_every_threshold(128, 0.301, 1.0, 2**50, sign, alone, "cpp")
+    for sign, layout in ((1, "alone"), (-1, "together"), (1, "in order")):
+        test_buckets_are_those_of_float64_at_every_threshold(128, 0.301, 1.0, 2**50, sign, layout, "cpp")
 
 
 @pytest.mark.slow
