@@ -249,7 +249,10 @@ def test_threads_do_not_change_a_bit(backend):
 def test_more_floats_than_32_bits_count(backend):
     """A table of more than 2^31 elements, mostly never touched: its addresses are computed in 64 bits."""
     rows = (1 << 31) // 16 + 10
-    table = torch.empty(rows, 16)  # 8 GiB of address space, of which two pages become memory
+    try:
+        table = torch.empty(rows, 16)  # 8 GiB of address space, of which two pages become memory
+    except RuntimeError as error:
+        pytest.skip(f"this machine grants no 8 GiB of address space: {error}")
     table[-1], table[0] = 3.0, 5.0
     ids = torch.tensor([rows - 1, 0, rows - 1])
     assert jagged_embedding_lookup([table], ids, backend="auto" if backend == "cpp" else "torch")[:, 0].tolist() == [
