@@ -25,15 +25,41 @@ def inputs(seed=0):
     return output, items, torch.randint(0, 9, (7,), generator=g), torch.randint(0, 9, (7, 12), generator=g)
 
 
-def test_equals_the_naive_form_with_gradients():
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+def test_equals_the_naive_form_with_gradients(backend):
     output, items, targets, negatives = inputs()
     assert (negatives == targets[:, None]).any()
-    loss, expected = SampledSoftmax(0.2)(output, items, targets, negatives), naive(output, items, targets, negatives, 0.2)
+    loss = SampledSoftmax(0.2, backend)(output, items, targets, negatives)
+    expected = naive(output, items, targets, negatives, 0.2)
     torch.testing.assert_close(loss, expected)
     for actual, wanted in zip(
         torch.autograd.grad(loss, (output, items)), torch.autograd.grad(expected, (output, items)), strict=True
     ):
         torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.05, 1.0])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_single_precision_equals_the_naive_form(backend, temperature):
+    output, items, targets, negatives = inputs()
+    output, items = (x.detach().float().requires_grad_() for x in (output, items))
+    loss = SampledSoftmax(temperature, backend)(output, items, targets, negatives)
+    expected = naive(output, items, targets, negatives, temperature)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    for actual, wanted in zip(
+        torch.autograd.grad(loss, (output, items)), torch.autograd.grad(expected, (output, items)), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5 / temperature)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_without_tokens_the_mean_is_not_a_number(backend):
+    output, items, targets, negatives = inputs()
+    loss = SampledSoftmax(backend=backend)(output[:0].float(), items.float(), targets[:0], negatives[:0])
+    assert loss.isnan()
+    loss.backward()
+    assert items.grad is not None
+    assert not items.grad.any()
 
 
 def test_a_negative_equal_to_the_target_is_masked():
@@ -45,6 +71,10 @@ def test_a_negative_equal_to_the_target_is_masked():
     assert loss(output, items, targets, only) == 0
 
 
-def test_temperature_must_be_positive():
+def test_options_are_checked_at_construction():
+    with pytest.raises(
+        ConfigurationError, match="SampledSoftmax: backend must be one of auto, cpp, torch, reference, got 'fast'"
+    ):
+        SampledSoftmax(backend="fast")
     with pytest.raises(ConfigurationError, match="temperature must be positive, got 0"):
         SampledSoftmax(0)

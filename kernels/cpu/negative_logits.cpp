@@ -25,9 +25,11 @@ namespace {
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // of the table's gradient: half of a large second-level cache
 constexpr int64_t MOST_BLOCKS = 2048;       // that many streams are written while the samples are distributed
 constexpr int64_t BLOCKS_PER_THREAD = 4;    // where there is more than one: rows are not equally popular
-constexpr int64_t TOKENS_PER_TURN = 16;
+constexpr int64_t TOKENS_PER_THREAD = 16;   // fewer are done before another thread has woken up
 
-int64_t threads_of(const TurbogrSamples& p) { return std::clamp<int64_t>(p.threads, 1, std::max<int64_t>(p.tokens / TOKENS_PER_TURN, 1)); }
+int64_t threads_of(const TurbogrSamples& p) {
+    return std::clamp<int64_t>(p.threads, 1, std::max<int64_t>(p.tokens / TOKENS_PER_THREAD, 1));
+}
 
 // Rows whose width is a whole number of vectors: the caller's, or a copy.
 struct Rows {
@@ -47,7 +49,8 @@ struct Rows {
         float* to = reinterpret_cast<float*>(copy.get());
         data = to;
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
-        for (int64_t row = 0; row < rows; row++) pack(from + row * from_stride, from_stride, 1, width, 1, to + row * stride, stride, 1);
+        for (int64_t row = 0; row < rows; row++)
+            pack(from + row * from_stride, from_stride, 1, width, 1, to + row * stride, stride, 1);
         return true;
     }
 };
@@ -150,7 +153,8 @@ bool for_tokens(const TurbogrSamples& p, Make make, Run run) {
 #pragma omp parallel for schedule(static, 1) num_threads(threads)
     for (int thread = 0; thread < threads; thread++) {
         auto worker = make(Arena(memory.get() + thread * bytes));
-        for (int64_t token = p.tokens * thread / threads; token < p.tokens * (thread + 1) / threads; token++) run(worker, token);
+        const int64_t end = p.tokens * (thread + 1) / threads;
+        for (int64_t token = p.tokens * thread / threads; token < end; token++) run(worker, token);
     }
     return true;
 }
@@ -237,10 +241,10 @@ struct Entry {
 class Blocks {
   public:
     explicit Blocks(const TurbogrSamples& p) : p_(p), parts_(threads_of(p)) {
-        const int64_t stride = round_up(p.width, LANES);
-        const int64_t fits = std::max<int64_t>(BLOCK_BYTES / (std::max<int64_t>(stride, LANES) * static_cast<int64_t>(sizeof(float))), 1);
+        const int64_t row_bytes = round_up(std::max<int64_t>(p.width, 1), LANES) * static_cast<int64_t>(sizeof(float));
         const int64_t wanted = parts_ == 1 ? 1 : parts_ * BLOCKS_PER_THREAD;
-        while (shift_ > 0 && ((int64_t{1} << shift_) > fits || (p.rows >> shift_) < wanted) && (p.rows >> shift_) < MOST_BLOCKS) shift_--;
+        const auto too_large = [&] { return row_bytes << shift_ > BLOCK_BYTES || p.rows >> shift_ < wanted; };
+        while (shift_ > 0 && too_large() && p.rows >> shift_ < MOST_BLOCKS) shift_--;
         count_ = (p.rows >> shift_) + 1;
     }
 
@@ -280,7 +284,8 @@ class Blocks {
             const float factor = factors == nullptr ? 1 : factors[token];
             const float* own = weights + token * p_.count;
             for_samples(p_, token, wrong, [&](int64_t s, int64_t row) {
-                entries_[places[row >> shift_]++] = {static_cast<uint32_t>(token), static_cast<uint32_t>(row & mask), own[s] * factor};
+                Entry& entry = entries_[places[row >> shift_]++];
+                entry = {static_cast<uint32_t>(token), static_cast<uint32_t>(row & mask), own[s] * factor};
             });
         });
         return 0;
