@@ -74,15 +74,12 @@ class TimeFunction {
     float exponent_, log_decay_, inverse_unit_;
 };
 
-// |query - key| of one row and `count` keys from `first` on, zeros up to a whole vector.
+// |query - key| of one row and `count` keys from `first` on; anything finite up to a whole vector.
 static inline void gaps_of_row(const SequenceTimes& times, int64_t row, int64_t first, int64_t count, float* gaps) {
-    if (times.small) {
-        const double asked = static_cast<double>(times.queries[row] - times.base);
-        for (int64_t j = 0; j < count; j++) gaps[j] = static_cast<float>(__builtin_fabs(asked - times.relative[first + j]));
-    } else {
-        for (int64_t j = 0; j < count; j++) gaps[j] = static_cast<float>(gap_of(times.queries[row], times.keys[first + j]));
-    }
-    for (int64_t j = count; j % LANES != 0; j++) gaps[j] = 0;
+    const Times keys = times.keys.from(first), query = times.queries.from(row);
+    for (int64_t j = 0; j < count; j += LANES) store(gaps + j, distances<false>(keys.relative + j, query.relative));
+    if (times.exact_differences) return;
+    for (int64_t j = 0; j < count; j++) gaps[j] = static_cast<float>(gap_of(query.exact[0], keys.exact[j]));
 }
 
 }  // namespace turbogr

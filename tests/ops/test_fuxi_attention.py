@@ -8,9 +8,15 @@ from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.jagged_cases import LENGTHS, max_errors, offsets_of
+from tests.ops.jagged_cases import LENGTHS, far_apart, max_errors, offsets_of
 from turbogr.errors import ConfigurationError
-from turbogr.ops.fuxi_attention import KERNEL, _fuxi_attention, jagged_fuxi_attention, jagged_fuxi_attention_reference
+from turbogr.ops.fuxi_attention import (
+    KERNEL,
+    _fuxi_attention,
+    _fuxi_attention_backward,
+    jagged_fuxi_attention,
+    jagged_fuxi_attention_reference,
+)
 from turbogr.ops.masks import register_mask
 
 TOLERANCES = {"torch": (torch.float64, 1e-11), "cpp": (torch.float32, 1e-5)}
@@ -249,7 +255,7 @@ def test_opcheck(backend):
         (tensors[3], numbers, queries, keys, *options, True),
         (None, None, None, None, *options, False),
     ]
-    # Dense but permuted inputs: their gradients keep the strides that the fake implementation promises.
+    # Dense but permuted inputs: their gradients have the strides that the fake implementation promises.
     permuted = [x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() for x in tensors[:3]]
     for call in calls:
         torch.library.opcheck(_fuxi_attention, (*tensors[:3], offsets, *call, "causal", backend))
@@ -289,6 +295,17 @@ def test_strided_inputs(channel, backend):
     ]
     for actual, expected in zip(*summed, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_elements_beyond_32_bits(backend):
+    tensors, offsets, queries, keys = inputs_of([1, 3], qk_dim=4, v_dim=4, dtype=torch.float32)
+    q, k, v, position, *_ = (x.detach() for x in tensors)
+    numbers, gradient = torch.tensor([0.1, 0.9, 0.6]), torch.ones(4, 2, 12)
+    results = []
+    for values in (v, far_apart(v)):
+        inputs = (q, k, values, offsets, position, numbers, queries, keys, 0.4, 1.0, 60.0, 0.301, True, "causal", backend)
+        results.append([_fuxi_attention(*inputs), *_fuxi_attention_backward(gradient, *inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_int32_offsets_and_times(backend):

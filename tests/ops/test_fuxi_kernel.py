@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.ops.jagged_cases import max_errors
+from tests.ops.jagged_cases import WIDTHS, max_errors
 from tests.ops.sanitizer import assert_clean
 from tests.ops.test_fuxi_attention import inputs_of, pair, worst_error
 from turbogr.ops import fuxi_attention
@@ -25,10 +25,7 @@ def _kernel():
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-@pytest.mark.parametrize(
-    ("heads", "qk_dim", "v_dim"),
-    [(1, 8, 8), (2, 16, 33), (3, 50, 50), (4, 32, 32), (5, 7, 65), (6, 1, 1), (7, 17, 128), (8, 128, 64)],
-)
+@pytest.mark.parametrize(("heads", "qk_dim", "v_dim"), WIDTHS)
 def test_edges_of_tiles_at_all_widths(heads, qk_dim, v_dim, channel):
     tensors, offsets, queries, keys = inputs_of(EDGES, heads, qk_dim, v_dim, torch.float32)
     operator, reference = pair(offsets, queries, keys, channel, backend="cpp", alpha=qk_dim**-0.5)

@@ -260,8 +260,8 @@ def _(
     time_parameters: Tensor | None,
     *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    position, time = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (position_bias, time_parameters))
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), position, time
+    position, time = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (position_bias, time_parameters))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), position, time
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001

@@ -105,8 +105,7 @@ class FuXiKernel:
     def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of q, k, v, position table and time parameters (empty where there are none), given the output's."""
         gradient = rows(gradient)
-        shaped = [torch.empty_like(x) for x in self.inputs]
-        grads = [rows(x) for x in shaped]
+        grad_q, grad_k, grad_v = grads = [x.new_empty(x.shape) for x in self.inputs]
         position, time = (self.q.new_empty(0 if x is None else x.numel()) for x in (self.position_bias, self.time_parameters))
         if self.functional:
             time = time.double()
@@ -122,7 +121,6 @@ class FuXiKernel:
             *((None, pointer(time)) if self.functional else (pointer(time), None)),
         )
         check(run(self.problem, gradients), OPERATOR)
-        grad_q, grad_k, grad_v = (x if x is y else x.copy_(y) for x, y in zip(shaped, grads, strict=True))
         position, time = (
             x if parameters is None else x.to(parameters.dtype)
             for x, parameters in ((position, self.position_bias), (time, self.time_parameters))
