@@ -12,11 +12,11 @@ void turbogr_dropout(const TurbogrDropout* problem) {
     const TurbogrDropout& p = *problem;
     const Mask mask{p.seed, static_cast<uint32_t>(p.threshold), p.scale};
     for_rows(p.rows, p.columns, p.threads, [&](int64_t row) {
-        const Keys keys = keys_of(mask.seed, static_cast<uint64_t>(row));
+        const RowFactors dropout(mask, row);
         const float* in = p.in + row * p.in_row;
         float* out = p.out + row * p.out_row;
-        for_columns(p.columns, [&](int64_t column, auto count) {
-            store_first(out + column, load_first(in + column, count) * factors(mask, keys, column), count);
+        columns(p.columns, [&](int64_t column, auto count) {
+            store(out + column, load(in + column, count) * dropout.at(column), count);
         });
     });
 }

@@ -49,4 +49,15 @@ static inline Vector factors(const Mask& mask, Keys keys, int64_t column) {
     return random_bits(columns, keys) >= mask.threshold ? broadcast(mask.scale) : Vector{};
 }
 
+// The same for one row; a threshold of 0 is no dropout.
+class RowFactors {
+  public:
+    RowFactors(const Mask& mask, int64_t row) : mask_(mask), keys_(keys_of(mask.seed, static_cast<uint64_t>(row))) {}
+    Vector at(int64_t column) const { return mask_.threshold == 0 ? broadcast(1.0f) : factors(mask_, keys_, column); }
+
+  private:
+    Mask mask_;
+    Keys keys_;
+};
+
 }  // namespace turbogr

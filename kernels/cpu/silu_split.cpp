@@ -23,9 +23,9 @@ void turbogr_silu_split_forward(const TurbogrSiluSplit* problem) {
         const float* packed = p.packed + row * p.packed_row;
         for (int64_t part = 0; part < p.count; packed += p.parts[part++].columns) {
             float* to = p.parts[part].data + row * p.parts[part].row;
-            for_columns(p.parts[part].columns, [&](int64_t column, auto count) {
-                const Vector x = load_first(packed + column, count);
-                store_first(to + column, x * sigmoid(x), count);
+            columns(p.parts[part].columns, [&](int64_t column, auto count) {
+                const Vector x = load(packed + column, count);
+                store(to + column, x * sigmoid(x), count);
             });
         }
     });
@@ -40,10 +40,10 @@ void turbogr_silu_split_backward(const TurbogrSiluSplit* problem, float* grad_pa
         for (int64_t part = 0; part < p.count; part++) {
             const TurbogrPart& gradient = p.parts[part];
             const float* from = gradient.data == nullptr ? nullptr : gradient.data + row * gradient.row;
-            for_columns(gradient.columns, [&](int64_t column, auto count) {
-                const Vector x = load_first(packed + column, count), gate = sigmoid(x);
-                const Vector incoming = from == nullptr ? Vector{} : load_first(from + column, count);
-                store_first(to + column, incoming * gate * (1.0f + x * (1.0f - gate)), count);
+            columns(gradient.columns, [&](int64_t column, auto count) {
+                const Vector x = load(packed + column, count), gate = sigmoid(x);
+                const Vector incoming = from == nullptr ? Vector{} : load(from + column, count);
+                store(to + column, incoming * gate * (1.0f + x * (1.0f - gate)), count);
             });
             packed += gradient.columns;
             to += gradient.columns;

@@ -1,6 +1,6 @@
 // Runs the elementwise kernels over awkward shapes on heap buffers of exact size, so that a sanitizer sees every access outside.
-// dropout.cpp is compiled beside this file, the other two are small enough to be included. With an argument, the
-// output of the first two is one float short: that must be noticed.
+// dropout.cpp is compiled beside this file, the others are small enough to be included. With an argument, the output of two is
+// one float short: that must be noticed.
 
 #include <cmath>
 #include <cstdio>
@@ -8,8 +8,10 @@
 #include <random>
 #include <vector>
 
+#include "add_positions.cpp"
 #include "dropout.h"
 #include "gated_norm.cpp"
+#include "l2_normalise.cpp"
 #include "silu_split.cpp"
 
 namespace {
@@ -56,7 +58,19 @@ bool run(int64_t rows, int64_t columns, int64_t gap, uint64_t threshold, int64_t
     const TurbogrPart gradients[] = {parts[0], {gap == 0 ? others.get() : nullptr, columns - 1, columns - 1 + gap}};
     s.parts = gradients;
     turbogr_silu_split_backward(&s, grad_x.get());
-    return sound && finite(grad_x, count);
+    sound = sound && finite(grad_x, count);
+    TurbogrL2Normalise l{rows, columns, x.get(), row, 1e-6f, 2};
+    turbogr_l2_normalise_forward(&l, out.get());
+    turbogr_l2_normalise_backward(&l, incoming.get(), row, grad_x.get());
+    sound = sound && finite(out, count) && finite(grad_x, count);
+    // Rows as tokens of four sequences, two of them empty.
+    std::unique_ptr<int64_t[]> offsets(new int64_t[5]{0, rows / 3, rows / 3, rows, rows});
+    const int64_t longest = rows - rows / 3;
+    const auto table = random_floats(longest * columns), grad_table = room((longest + 1) * columns);
+    TurbogrAddPositions a{4, columns, offsets.get(), 2.0f, 5, threshold, 1.5f, 2};
+    turbogr_add_positions_forward(&a, x.get(), row, table.get(), columns, out.get());
+    turbogr_add_positions_backward(&a, incoming.get(), row, longest + 1, grad_x.get(), grad_table.get());
+    return sound && finite(out, count) && finite(grad_x, count) && finite(grad_table, (longest + 1) * columns);
 }
 
 }  // namespace

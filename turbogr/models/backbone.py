@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from turbogr.batch import JaggedBatch
 from turbogr.errors import ConfigurationError
+from turbogr.ops.add_positions import jagged_add_positions
 from turbogr.ops.backend import Backend, check_backend
 from turbogr.ops.dropout import Dropout
 
@@ -72,9 +73,10 @@ class Backbone(nn.Module):
                 f"{type(self).__name__} was built for histories of {self.max_length} tokens, the data gives up to "
                 f"{batch.max_length}: set the backbone's max_length and the data's max_length to the same value"
             )
-        starts = batch.offsets[:-1].repeat_interleave(batch.lengths, output_size=batch.num_tokens)
-        position = torch.arange(batch.num_tokens, device=tokens.device) - starts
-        return self.encode(self.dropout(tokens * self.dim**0.5 + nn.functional.embedding(position, self.positions)), batch)
+        x = jagged_add_positions(
+            tokens, self.positions, batch.offsets, scale=self.dim**0.5, p=self.dropout.active, backend=self.backend
+        )
+        return self.encode(x, batch)
 
     @abstractmethod
     def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:

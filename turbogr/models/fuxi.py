@@ -78,8 +78,7 @@ class FuXiBlock(nn.Module):
             backend=self.backend,
             **time,
         ).flatten(1)
-        p = self.dropout.p if self.training else 0.0
-        z = x + self.out(gated_norm(u, attended, eps=EPS, p=p, norm="rms", backend=self.backend))
+        z = x + self.out(gated_norm(u, attended, eps=EPS, p=self.dropout.active, norm="rms", backend=self.backend))
         r = self.dropout(F.rms_norm(z, z.shape[-1:], eps=EPS))
         return z + self.contract(F.silu(self.gate(r)) * self.expand(r))
 

@@ -10,6 +10,7 @@ from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.models.bias import RelativeBias, TimeBuckets
 from turbogr.ops.backend import Backend
+from turbogr.ops.dropout import Dropout
 from turbogr.ops.gated_norm import gated_norm
 from turbogr.ops.hstu_attention import jagged_hstu_attention
 from turbogr.ops.silu_split import silu_split
@@ -55,7 +56,7 @@ class HSTUBlock(nn.Module):
         self.uvqk = nn.Parameter(torch.empty(dim, sum(self.sizes)).normal_(std=0.02))
         self.out = nn.Linear(num_heads * v_dim, dim)
         nn.init.xavier_uniform_(self.out.weight)
-        self.dropout = dropout
+        self.dropout = Dropout(dropout, backend)
         self.bias = RelativeBias(max_length, time)
         self.time = TimeBuckets() if time is None else time
 
@@ -77,8 +78,7 @@ class HSTUBlock(nn.Module):
             time_divisor=self.time.divisor,
             backend=self.backend,
         ).flatten(1)
-        p = self.dropout if self.training else 0.0
-        return x + self.out(gated_norm(u, attended, eps=EPS, p=p, backend=self.backend))
+        return x + self.out(gated_norm(u, attended, eps=EPS, p=self.dropout.active, backend=self.backend))
 
 
 class HSTU(Backbone):

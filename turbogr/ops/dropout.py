@@ -100,6 +100,14 @@ def dropout_factors(rows: slice, columns: int, p: float, seed: int, dtype: torch
     return keep.to(dtype).mul_(1 / (1 - p))
 
 
+def drop_(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    """Dropout of x [N, D] in place, by PyTorch; nothing if there is no seed."""
+    if seed is not None:
+        for part in row_segments(*x.shape):
+            x[part] *= dropout_factors(part, x.shape[1], p, int(seed), x.dtype, x.device)
+    return x
+
+
 def row_segments(rows: int, columns: int) -> list[slice]:
     """Slices of about SEGMENT elements."""
     step = max(1, SEGMENT // max(1, columns))
@@ -201,9 +209,14 @@ class Dropout(nn.Module):
         self.p = p
         self.backend: Backend = backend
 
+    @property
+    def active(self) -> float:
+        """The probability to hand to an operator that has dropout inside: p in training, 0 in evaluation."""
+        return self.p if self.training else 0.0
+
     def forward(self, x: Tensor) -> Tensor:
         """float, the shape of x."""
-        return dropout(x, self.p, backend=self.backend) if self.training else x
+        return dropout(x, self.active, backend=self.backend)
 
     def extra_repr(self) -> str:
         """The options, as print shows them."""

@@ -23,9 +23,8 @@ from turbogr.ops.dropout import (
     check_columns,
     check_probability,
     draw_seed,
-    dropout_factors,
+    drop_,
     dropout_reference,
-    row_segments,
     rows_of,
     threshold_of,
 )
@@ -109,21 +108,13 @@ def _normed(x: Tensor, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
     return away * inverse, inverse
 
 
-def _drop(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
-    """`x` [N, D] with dropout, in place."""
-    if seed is not None:
-        for part in row_segments(*x.shape):
-            x[part] *= dropout_factors(part, x.shape[1], p, int(seed), x.dtype, x.device)
-    return x
-
-
 @torch.library.custom_op(OPERATOR, mutates_args=())
 def _gated_norm(
     gate: Tensor, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str = "auto"
 ) -> Tensor:
     u, a = _wide(gate, x), _wide(x, gate)
     kernel = _kernel(u, a, seed, p, eps, centre, backend)
-    out = _drop(u * _normed(a, eps, centre)[0], seed, p) if kernel is None else kernel.forward()
+    out = drop_(u * _normed(a, eps, centre)[0], seed, p) if kernel is None else kernel.forward()
     return out.to(_dtype(gate, x)).view(x.shape)
 
 
@@ -138,7 +129,7 @@ def _gated_norm_backward(
         grad_gate, grad_x = kernel.backward(g)
     else:
         normed, inverse = _normed(a, eps, centre)
-        g = _drop(g.clone(), seed, p)
+        g = drop_(g.clone(), seed, p)
         to_normed = g * u
         grad_gate = g.mul_(normed)
         along = (to_normed * normed).mean(1, keepdim=True)
