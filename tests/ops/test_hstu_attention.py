@@ -7,11 +7,18 @@ import torch
 from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
-from tests.ops.jagged_cases import LENGTHS, max_errors, offsets_of
+from tests.ops.jagged_cases import LENGTHS, WIDTHS, far_apart, max_errors, offsets_of
 from turbogr.errors import ConfigurationError
-from turbogr.ops import jagged
-from turbogr.ops.hstu_attention import KERNEL, _hstu_attention, jagged_hstu_attention, jagged_hstu_attention_reference
+from turbogr.models.bias import TimeBuckets
+from turbogr.ops.hstu_attention import (
+    KERNEL,
+    _hstu_attention,
+    _hstu_attention_backward,
+    jagged_hstu_attention,
+    jagged_hstu_attention_reference,
+)
 
 TOLERANCES = {"torch": (torch.float64, 1e-11), "cpp": (torch.float32, 1e-5)}
 """By back end: the dtype it is checked in, and the largest error relative to the largest value."""
@@ -68,6 +75,46 @@ def test_equals_the_reference_with_all_gradients(lengths, use_position, use_time
     tensors, offsets, queries, keys = inputs_of(lengths, dtype=dtype)
     operator, reference = pair(offsets, queries, keys, use_position, use_time, backend)
     assert max(max_errors(operator, reference, tensors, relative=True)) < tolerance
+
+
+@pytest.mark.parametrize(("heads", "qk_dim", "v_dim"), WIDTHS)
+def test_all_widths_and_heads(heads, qk_dim, v_dim, backend):
+    dtype, tolerance = TOLERANCES[backend]
+    tensors, offsets, queries, keys = inputs_of([0, 1, 2, 63, 64, 65, 0, 127, 129], heads, qk_dim, v_dim, dtype)
+    operator, reference = pair(offsets, queries, keys, backend=backend, alpha=qk_dim**-0.5)
+    assert max(max_errors(operator, reference, tensors, relative=True)) < tolerance
+
+
+def test_one_sequence_of_5000_tokens(backend):
+    """Against the formula for some rows: only they have a gradient, so that nothing of size [5000, 5000] is needed."""
+    dtype, tolerance = TOLERANCES[backend]
+    tensors, offsets, queries, keys = inputs_of([5000, 3], heads=1, dtype=dtype)
+    rows = torch.cat([torch.tensor([0, 63, 64, 4999]), torch.randint(0, 5000, (100,))]).unique()
+    operator, _ = pair(offsets, queries, keys, backend=backend)
+
+    def formula(q, k, v, position, time):
+        q, k, v, position, time = (x.double() for x in (q, k, v, position, time))
+        distance = rows[:, None] - torch.arange(5000)
+        bucket = TimeBuckets(time.numel() - 1).buckets(queries[rows, None] - keys[None, :5000])
+        scores = 0.7 * torch.einsum("ihd,jhd->hij", q[rows], k[:5000]) + position[distance.clamp(min=0)] + time[bucket]
+        return 0.05 * torch.einsum("hij,jhd->ihd", F.silu(scores) * (distance >= 0), v[:5000])
+
+    assert max(max_errors(lambda *x: operator(*x)[rows], formula, tensors, relative=True)) < tolerance
+
+
+def test_integers_of_32_bits(backend):
+    tensors, offsets, queries, keys = inputs_of([40, 0, 3], dtype=TOLERANCES[backend][0])
+    wide, _ = pair(offsets, queries, keys, backend=backend)
+    narrow, _ = pair(offsets.int(), queries.int(), keys.int(), backend=backend)
+    assert torch.equal(wide(*tensors), narrow(*tensors))
+
+
+def test_elements_beyond_32_bits(backend):
+    tensors, offsets, queries, keys = inputs_of([1, 3], qk_dim=4, v_dim=4, dtype=torch.float32)
+    q, k, v, position, time = (x.detach() for x in tensors)
+    options = (offsets, position, time, queries, keys, 0.1, 1.0, 1.0, 0.301, "causal", backend)
+    results = [[_hstu_attention(q, k, x, *options), *_hstu_attention_backward(v, q, k, x, *options)] for x in (v, far_apart(v))]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_wrong_bias_is_noticed(backend):
@@ -236,16 +283,3 @@ def test_backend_reference_is_the_reference(dtype):
     operator, reference = pair(offsets, queries, keys, backend="reference")
     assert operator(*tensors).dtype == dtype
     assert max(max_errors(operator, reference, tensors)) < (1e-15 if dtype == torch.float64 else 1e-5)
-
-
-def test_groups_cover_every_token_once_within_the_waste():
-    lengths = torch.randint(0, 300, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    offsets = offsets_of(lengths)
-    groups = jagged.length_groups(offsets, heads=2)
-    tokens = torch.cat([g.tokens.flatten() if g.valid is None else g.tokens[g.valid] for g in groups])
-    assert tokens.sort()[0].tolist() == list(range(int(offsets[-1])))
-    for group in groups:
-        size, longest = group.tokens.shape
-        valid = size * longest**2 if group.valid is None else int((group.valid.sum(1) ** 2).sum())
-        assert size * longest**2 <= jagged.MAX_WASTE * valid
-        assert size == 1 or size * 2 * min(longest, jagged.BLOCK_ROWS) * longest <= jagged.GROUP_ELEMENTS

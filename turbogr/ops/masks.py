@@ -129,7 +129,7 @@ def _find(owner: str, mask: str) -> Mask:
     if known is not None:
         return known
     module, _, name = mask.rpartition(".")
-    if not module:
+    if not module or mask.startswith("."):
         raise ConfigurationError(
             f"{owner}: there is no mask {mask!r}; known are {', '.join(known_masks())}, "
             "and a function of a module by its import path (my_masks.window)"
