@@ -25,6 +25,7 @@ from turbogr.ops.row_update import RowRule, row_update
 from turbogr.ops.sampled_softmax import sampled_softmax
 from turbogr.ops.silu_split import silu_split
 from turbogr.ops.softmax_attention import jagged_softmax_attention
+from turbogr.ops.softmax_attention import jagged_softmax_attention
 from turbogr.ops.unique import unique_segments
 
 LENGTHS = [0, 1, 2, 63, 64, 65, 130]
@@ -97,6 +98,12 @@ def softmax(backend: Backend) -> list[Tensor]:
     return with_gradients([jagged_softmax_attention(*leaves, offsets, scale=0.3, backend=backend)], leaves)
 
 
+def softmax(backend: Backend) -> list[Tensor]:
+    qkv, offsets, _ = attention_inputs()
+    leaves = leaves_of(*qkv)
+    return with_gradients([jagged_softmax_attention(*leaves, offsets, scale=0.25, backend=backend)], leaves)
+
+
 def embedding(backend: Backend) -> list[Tensor]:
     leaves = leaves_of(torch.randn(40, 37), torch.randn(9, 37))
     ids = torch.cat([torch.randint(0, 40, (500,)), torch.randint(0, 9, (70,))])
@@ -145,6 +152,7 @@ CASES: dict[str, Callable[[Backend], list[Tensor]]] = {
     "hstu_attention": hstu,
     "negative_logits": negatives,
     "silu_split": split,
+    "softmax_attention": softmax,
     "softmax_attention": softmax,
     "unique": unique,
 }
