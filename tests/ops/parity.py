@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.jagged_cases import offsets_of
+from turbogr.ops.add_positions import jagged_add_positions
 from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import dropout
 from turbogr.ops.embedding_lookup import jagged_embedding_lookup
@@ -20,11 +21,11 @@ from turbogr.ops.fuxi_attention import jagged_fuxi_attention
 from turbogr.ops.gated_norm import gated_norm
 from turbogr.ops.hstu_attention import jagged_hstu_attention
 from turbogr.ops.negative_logits import negative_logits
+from turbogr.ops.normalise import normalised
 from turbogr.ops.registry import describe
 from turbogr.ops.row_update import RowRule, row_update
 from turbogr.ops.sampled_softmax import sampled_softmax
 from turbogr.ops.silu_split import silu_split
-from turbogr.ops.softmax_attention import jagged_softmax_attention
 from turbogr.ops.softmax_attention import jagged_softmax_attention
 from turbogr.ops.unique import unique_segments
 
@@ -98,12 +99,6 @@ def softmax(backend: Backend) -> list[Tensor]:
     return with_gradients([jagged_softmax_attention(*leaves, offsets, scale=0.3, backend=backend)], leaves)
 
 
-def softmax(backend: Backend) -> list[Tensor]:
-    qkv, offsets, _ = attention_inputs()
-    leaves = leaves_of(*qkv)
-    return with_gradients([jagged_softmax_attention(*leaves, offsets, scale=0.25, backend=backend)], leaves)
-
-
 def embedding(backend: Backend) -> list[Tensor]:
     leaves = leaves_of(torch.randn(40, 37), torch.randn(9, 37))
     ids = torch.cat([torch.randint(0, 40, (500,)), torch.randint(0, 9, (70,))])
@@ -144,15 +139,26 @@ def split(backend: Backend) -> list[Tensor]:
     return with_gradients(silu_split(leaves[0], [37, 3, 20], backend=backend), leaves)
 
 
+def positions(backend: Backend) -> list[Tensor]:
+    leaves = leaves_of(torch.randn(TOKENS, 37), torch.randn(max(LENGTHS), 37))
+    return with_gradients([jagged_add_positions(*leaves, offsets_of(LENGTHS), scale=6.0, p=0.3, backend=backend)], leaves)
+
+
+def unit_length(backend: Backend) -> list[Tensor]:
+    leaves = leaves_of(torch.randn(TOKENS, 37))
+    return with_gradients([normalised(leaves[0], backend=backend)], leaves)
+
+
 CASES: dict[str, Callable[[Backend], list[Tensor]]] = {
+    "add_positions": positions,
     "dropout": random_mask,
     "embedding": embedding,
     "fuxi_attention": fuxi,
     "gated_norm": norm,
     "hstu_attention": hstu,
+    "l2_normalise": unit_length,
     "negative_logits": negatives,
     "silu_split": split,
-    "softmax_attention": softmax,
     "softmax_attention": softmax,
     "unique": unique,
 }
