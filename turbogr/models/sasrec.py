@@ -33,6 +33,7 @@ class SASRecBlock(nn.Module):
     def __init__(self, dim: int, num_heads: int, ffn_dim: int, dropout: float, backend: Backend = "auto") -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.backend: Backend = backend
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.expand, self.contract = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
         self.dropout = Dropout(dropout, backend)
@@ -47,7 +48,7 @@ class SASRecBlock(nn.Module):
             project(source).unflatten(1, (self.num_heads, -1))
             for project, source in ((self.query, normed), (self.key, x), (self.value, x))
         )
-        attended = jagged_softmax_attention(q, k, v, batch.offsets, scale=q.shape[-1] ** -0.5)
+        attended = jagged_softmax_attention(q, k, v, batch.offsets, scale=q.shape[-1] ** -0.5, backend=self.backend)
         h = F.layer_norm(normed + self.out(attended.flatten(1)), x.shape[-1:], eps=EPS)
         hidden = self.dropout(F.relu(self.expand(h)))
         return h + self.dropout(self.contract(hidden))
