@@ -160,15 +160,14 @@ def probe(names: list[str]) -> Probe:
     # The child must see what this process sees, and nothing of the folder it is started in.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     while left:
+        seconds = IMPORT_SECONDS + (toolchain.COMPILE_SECONDS if OPERATORS in left else 0)
         command = [sys.executable, "-P", "-W", "ignore", "-m", "turbogr.probe", *left]
         try:
-            child = subprocess.run(
-                command, capture_output=True, text=True, timeout=IMPORT_SECONDS, env=environment, check=False
-            )
+            child = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
             output, error = child.stdout, _last_error(child.stderr, child.returncode)
         except subprocess.TimeoutExpired as expired:
             output = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-            error = f"no answer within {IMPORT_SECONDS} s"
+            error = f"no answer within {seconds} s"
         culprit = left[0]
         for line in _json_lines(output):
             if "start" in line:
