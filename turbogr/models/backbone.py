@@ -41,7 +41,8 @@ class Backbone(nn.Module):
         backend: implementation of the operators: auto takes the C++ kernel where it serves (float32 on a CPU with a compiler)
             and PyTorch elsewhere; cpp, torch and reference (float64, slow) take that one or fail.
         rematerialise: keep only the results of matrix products and attention for backward, and compute norms, activations,
-            gates and dropout again there: about half the memory of the blocks for some of the time, the same gradients.
+            gates and dropout again there. Same gradients; HSTU's blocks keep 0.6 of the memory, FuXi's 0.55, SASRec's 0.8,
+            and a step takes a tenth longer.
 
     Raises:
         ConfigurationError: if an option is out of range.
