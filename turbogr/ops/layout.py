@@ -99,7 +99,7 @@ class Block:
         if self.end == self.group.length:
             torch.bmm(left, right, out=keys)
         else:
-            keys += left @ right
+            keys.baddbmm_(left, right)
 
     def by_sequence(self, scores: Tensor) -> Tensor:
         """[size * heads, rows, end] as [size, heads, rows, end]."""
