@@ -25,6 +25,7 @@ from turbogr.ops.hstu_torch import OPERATOR
 from turbogr.ops.jagged import check_attention, longest_of, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
+from turbogr.ops.relative import check_table, check_times
 
 
 def jagged_hstu_attention(
@@ -139,27 +140,14 @@ def _check_bias(
     time_divisor: float,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both times, as int64."""
-    for name, table in (("position_bias", position_bias), ("time_bias", time_bias)):
-        if table is not None and (table.dim() != 1 or not 0 < table.numel() < 2**31):
-            raise ValueError(
-                f"{OPERATOR}: {name} is a table of one dimension and of at most 2^31 - 1 entries; got {list(table.shape)}"
-            )
-    longest = longest_of(offsets)
-    if position_bias is not None and longest > position_bias.numel():
-        raise ValueError(
-            f"{OPERATOR}: position_bias has {position_bias.numel()} entries, the longest sequence {longest} tokens"
-        )
+    if position_bias is not None:
+        check_table(OPERATOR, "position_bias", position_bias, least=max(1, longest_of(offsets)))
     if time_bias is None:
         return None, None
-    for name, times in (("query_times", query_times), ("key_times", key_times)):
-        if times is None or times.shape != q.shape[:1] or times.dtype not in (torch.int64, torch.int32):
-            found = "nothing" if times is None else f"{times.dtype} {list(times.shape)}"
-            raise ValueError(f"{OPERATOR}: time_bias needs {name} as int64 or int32 [{q.shape[0]}]; got {found}")
+    check_table(OPERATOR, "time_bias", time_bias)
     if time_unit <= 0 or time_divisor <= 0:
         raise ValueError(f"{OPERATOR}: time_unit {time_unit} and time_divisor {time_divisor} must be positive")
-    assert query_times is not None
-    assert key_times is not None
-    return query_times.long(), key_times.long()
+    return check_times(OPERATOR, "time_bias", q.shape[0], query_times, key_times)
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=())
