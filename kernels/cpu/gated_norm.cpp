@@ -31,6 +31,10 @@ Moments moments_of(const TurbogrGatedNorm& p, const float* x) {
     return {broadcast(mean), broadcast(1.0f / std::sqrt(sum(squares) / width + p.eps))};
 }
 
+const float* gate_of(const TurbogrGatedNorm& p, int64_t row) {
+    return p.gate == nullptr ? nullptr : p.gate + row * p.gate_row;
+}
+
 Mask mask_of(const TurbogrGatedNorm& p) { return {p.seed, static_cast<uint32_t>(p.threshold), p.scale}; }
 
 }  // namespace
@@ -42,13 +46,13 @@ void turbogr_gated_norm_forward(const TurbogrGatedNorm* problem, float* out) {
     const TurbogrGatedNorm& p = *problem;
     const Mask mask = mask_of(p);
     for_rows(p.rows, p.columns, p.threads, [&](int64_t row) {
-        const float *x = p.x + row * p.x_row, *gate = p.gate + row * p.gate_row;
+        const float *x = p.x + row * p.x_row, *gate = gate_of(p, row);
         const Moments m = moments_of(p, x);
         const RowFactors dropout(mask, row);
         columns(p.columns, [&](int64_t column, auto count) {
             const Vector normed = (load(x + column, count) - m.mean) * m.inverse;
-            const Vector gated = load(gate + column, count) * normed * dropout.at(column);
-            store(out + row * p.columns + column, gated, count);
+            const Vector gated = gate == nullptr ? normed : load(gate + column, count) * normed;
+            store(out + row * p.columns + column, gated * dropout.at(column), count);
         });
     });
 }
@@ -58,16 +62,16 @@ void turbogr_gated_norm_backward(
     const TurbogrGatedNorm& p = *problem;
     const Mask mask = mask_of(p);
     for_rows(p.rows, p.columns, p.threads, [&](int64_t row) {
-        const float *x = p.x + row * p.x_row, *gate = p.gate + row * p.gate_row, *incoming = gradient + row * gradient_row;
-        float *to_gate = grad_gate + row * p.columns, *to_x = grad_x + row * p.columns;
+        const float *x = p.x + row * p.x_row, *gate = gate_of(p, row), *incoming = gradient + row * gradient_row;
+        float *to_gate = gate == nullptr ? nullptr : grad_gate + row * p.columns, *to_x = grad_x + row * p.columns;
         const Moments m = moments_of(p, x);
         const RowFactors dropout(mask, row);
         Vector total{}, along{};  // of the normed row's gradient: its sum, and its product with the normed row
         columns(p.columns, [&](int64_t column, auto count) {
             const Vector normed = (load(x + column, count) - m.mean) * m.inverse;
             const Vector g = load(incoming + column, count) * dropout.at(column);
-            const Vector to_normed = g * load(gate + column, count);
-            store(to_gate + column, g * normed, count);
+            const Vector to_normed = gate == nullptr ? g : g * load(gate + column, count);
+            if (gate != nullptr) store(to_gate + column, g * normed, count);
             store(to_x + column, to_normed, count);
             total += to_normed;
             along += to_normed * normed;

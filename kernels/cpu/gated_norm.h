@@ -6,7 +6,7 @@
 
 extern "C" {
 
-// out = gate * norm(x), then dropout as in random_bits.h. Strides count floats; rows are contiguous. columns < 2^32.
+// out = gate * norm(x), or norm(x) where gate is null, then dropout as in random_bits.h. Strides count floats; rows are contiguous. columns < 2^32.
 struct TurbogrGatedNorm {
     int64_t rows, columns;
     const float* gate;
@@ -20,7 +20,7 @@ struct TurbogrGatedNorm {
     int64_t threads;
 };
 
-// Outputs are contiguous, [rows, columns].
+// Outputs are contiguous, [rows, columns]; grad_gate is null where gate is.
 void turbogr_gated_norm_forward(const TurbogrGatedNorm* problem, float* out);
 void turbogr_gated_norm_backward(
     const TurbogrGatedNorm* problem, const float* gradient, int64_t gradient_row, float* grad_gate, float* grad_x);

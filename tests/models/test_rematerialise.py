@@ -90,8 +90,7 @@ def test_matrix_products_and_attention_are_computed_once(name):
     dear = [key for key in plain if key in ("aten::mm", "aten::addmm") or "attention" in key]
     assert len(dear) == 4
     assert {key: spare[key] for key in dear} == {key: plain[key] for key in dear}
-    cheap = next(key for key in ("turbogr::silu_split", "aten::native_layer_norm") if plain[key])
-    assert spare[cheap] == 2 * plain[cheap], "negative control"
+    assert spare["turbogr::gated_norm"] == 2 * plain["turbogr::gated_norm"] > 0, "negative control"
 
 
 def kept(backbone, batch):
@@ -135,7 +134,7 @@ def test_rematerialised_blocks_keep_less_and_still_linearly(name):
         return retained(lambda: backbone.encode(tokens, batch))
 
     plain, spare = bytes_of(512), bytes_of(512, rematerialise=True)
-    assert spare < 0.75 * plain
+    assert spare < 0.85 * plain
     assert 1.8 < bytes_of(1024, rematerialise=True) / spare < 2.2
 
 

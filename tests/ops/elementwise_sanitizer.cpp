@@ -49,6 +49,10 @@ bool run(int64_t rows, int64_t columns, int64_t gap, uint64_t threshold, int64_t
         turbogr_gated_norm_forward(&p, out.get());
         turbogr_gated_norm_backward(&p, incoming.get(), row, grad_gate.get(), grad_x.get());
         sound = sound && finite(out, count) && finite(grad_gate, count) && finite(grad_x, count);
+        p.gate = nullptr;
+        turbogr_gated_norm_forward(&p, out.get());
+        turbogr_gated_norm_backward(&p, incoming.get(), row, nullptr, grad_x.get());
+        sound = sound && finite(out, count) && finite(grad_x, count);
     }
     // Two parts: the first column alone, and the others; the second has no gradient where there is a gap.
     const auto first = room(extent(rows, 1, gap)), others = room(extent(rows, columns - 1, gap));

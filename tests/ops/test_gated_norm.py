@@ -16,7 +16,7 @@ from tests.ops.sanitizer import assert_clean
 from turbogr.errors import ConfigurationError
 from turbogr.ops import gated_norm as gated_norm_module
 from turbogr.ops.dropout import dropout
-from turbogr.ops.gated_norm import _gated_norm, _gated_norm_backward, gated_norm, gated_norm_reference
+from turbogr.ops.gated_norm import _gated_norm, _gated_norm_backward, gated_norm, gated_norm_reference, unit_norm
 from turbogr.ops.silu_split import KERNEL as SILU_KERNEL
 from turbogr.ops.silu_split import _silu_split, _silu_split_backward, silu_split, silu_split_reference
 
@@ -102,6 +102,28 @@ def test_gated_norm_is_the_three_operators_it_stands_for(backend):
     assert torch.equal(actual[0] == 0, expected[0] == 0), "the same mask"
     other = run(lambda u, a: gated_norm(u, a, eps=EPS, p=0.4, backend=backend), inputs)
     assert not torch.equal(other[0] == 0, expected[0] == 0), "negative control: another seed, another mask"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[-1] > 2])
+def test_without_a_gate_it_is_a_norm(shape, backend, norm, dtype):
+    if backend == "cpp" and dtype == torch.float64:
+        pytest.skip("the kernel computes float32")
+    (x,) = norm_inputs(shape, dtype)[1:]
+    ones = torch.ones_like(x)
+    for p in (0.0, 0.3):
+        expected = seeded(lambda p=p: run(lambda x: gated_norm(ones.double(), x.double(), eps=EPS, p=p, norm=norm), [x]))
+        actual = seeded(lambda p=p: run(lambda x: unit_norm(x, eps=EPS, p=p, norm=norm, backend=backend), [x]))
+        assert [t.dtype for t in actual] == [dtype] * 2
+        close(actual, expected, dtype)
+    if norm == "layer":
+        close(
+            run(lambda x: unit_norm(x, eps=EPS, backend=backend), [x]),
+            run(lambda x: F.layer_norm(x.double(), x.shape[-1:], eps=EPS), [x]),
+            dtype,
+        )
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
@@ -195,6 +217,8 @@ def test_operators_are_sound(dtype):
         rest = (seed, p, 1e-3, centre)
         opcheck(_gated_norm, (u, a, *rest, "auto"))
         opcheck(_gated_norm_backward, (g.detach(), u.detach(), a.detach(), *rest, "auto"))
+        opcheck(_gated_norm, (None, a, *rest, "auto"))
+        opcheck(_gated_norm_backward, (g.detach(), None, a.detach(), *rest, "auto"))
         if dtype == torch.float64:
             assert torch.autograd.gradcheck(partial(_gated_norm, seed=seed, p=p, eps=1e-3, centre=centre), (u, a))
     opcheck(_silu_split, (u, [3, 4], "auto"))

@@ -13,7 +13,7 @@ from turbogr.models.time_encoders import FunctionalTime, TimeEncoder
 from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import Dropout
 from turbogr.ops.fuxi_attention import TimeChannel, jagged_fuxi_attention
-from turbogr.ops.gated_norm import gated_norm
+from turbogr.ops.gated_norm import gated_norm, unit_norm
 from turbogr.ops.silu_split import silu_split
 
 EPS = 1e-6
@@ -67,7 +67,7 @@ class FuXiBlock(nn.Module):
 
     def forward(self, x: Tensor, batch: JaggedBatch, time: TimeChannel) -> Tensor:
         """float [T, D] to float [T, D]; `time` holds the time arguments of the attention."""
-        u, v, q, k = silu_split(F.rms_norm(x, x.shape[-1:], eps=EPS) @ self.uvqk, self.sizes, backend=self.backend)
+        u, v, q, k = silu_split(self._rms(x) @ self.uvqk, self.sizes, backend=self.backend)
         attended = jagged_fuxi_attention(
             q.unflatten(1, (self.num_heads, self.qk_dim)),
             k.unflatten(1, (self.num_heads, self.qk_dim)),
@@ -79,8 +79,12 @@ class FuXiBlock(nn.Module):
             **time,
         ).flatten(1)
         z = x + self.out(gated_norm(u, attended, eps=EPS, p=self.dropout.active, norm="rms", backend=self.backend))
-        r = self.dropout(F.rms_norm(z, z.shape[-1:], eps=EPS))
+        r = self._rms(z, p=self.dropout.active)
         return z + self.contract(F.silu(self.gate(r)) * self.expand(r))
+
+    def _rms(self, x: Tensor, p: float = 0.0) -> Tensor:
+        """Dropout(RMS(x))."""
+        return unit_norm(x, eps=EPS, p=p, norm="rms", backend=self.backend)
 
 
 class FuXi(Backbone):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.models.bias import RelativeBias, TimeBuckets
 from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import Dropout
-from turbogr.ops.gated_norm import gated_norm
+from turbogr.ops.gated_norm import gated_norm, unit_norm
 from turbogr.ops.hstu_attention import jagged_hstu_attention
 from turbogr.ops.silu_split import silu_split
 
@@ -62,7 +61,7 @@ class HSTUBlock(nn.Module):
 
     def forward(self, x: Tensor, batch: JaggedBatch) -> Tensor:
         """float [T, D] to float [T, D]."""
-        u, v, q, k = silu_split(F.layer_norm(x, x.shape[-1:], eps=EPS) @ self.uvqk, self.sizes, backend=self.backend)
+        u, v, q, k = silu_split(unit_norm(x, eps=EPS, backend=self.backend) @ self.uvqk, self.sizes, backend=self.backend)
         attended = jagged_hstu_attention(
             q.unflatten(1, (self.num_heads, self.qk_dim)),
             k.unflatten(1, (self.num_heads, self.qk_dim)),

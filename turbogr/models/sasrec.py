@@ -9,6 +9,7 @@ from turbogr.batch import JaggedBatch
 from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import Dropout
+from turbogr.ops.gated_norm import unit_norm
 from turbogr.ops.softmax_attention import jagged_softmax_attention
 
 EPS = 1e-8
@@ -43,13 +44,13 @@ class SASRecBlock(nn.Module):
 
     def forward(self, x: Tensor, batch: JaggedBatch) -> Tensor:
         """float [T, D] to float [T, D]."""
-        normed = F.layer_norm(x, x.shape[-1:], eps=EPS)
+        normed = unit_norm(x, eps=EPS, backend=self.backend)
         q, k, v = (
             project(source).unflatten(1, (self.num_heads, -1))
             for project, source in ((self.query, normed), (self.key, x), (self.value, x))
         )
         attended = jagged_softmax_attention(q, k, v, batch.offsets, scale=q.shape[-1] ** -0.5, backend=self.backend)
-        h = F.layer_norm(normed + self.out(attended.flatten(1)), x.shape[-1:], eps=EPS)
+        h = unit_norm(normed + self.out(attended.flatten(1)), eps=EPS, backend=self.backend)
         hidden = self.dropout(F.relu(self.expand(h)))
         return h + self.dropout(self.contract(hidden))
 

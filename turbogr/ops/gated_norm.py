@@ -1,6 +1,7 @@
-"""`turbogr::gated_norm`: what stands between attention and the output projection of HSTU and FuXi, in one pass.
+"""`turbogr::gated_norm`: norms without affine parameters, and what HSTU and FuXi make of them, in one pass.
 
-    out = dropout(gate * norm(x), p)
+    out = dropout(gate * norm(x), p)                  between attention and the output projection
+        = dropout(norm(x), p)                         without a gate
     norm(x) = (x - mean(x)) / sqrt(var(x) + eps)      "layer": layer norm without affine parameters
             = x / sqrt(mean(x^2) + eps)               "rms": root mean square norm
 
@@ -37,13 +38,29 @@ OPERATOR = "turbogr::gated_norm"
 Norm = Literal["layer", "rms"]
 
 
+def unit_norm(x: Tensor, *, eps: float, p: float = 0.0, norm: Norm = "layer", backend: Backend = "auto") -> Tensor:
+    """dropout(norm(x), p) of the module's docstring; differentiates x. Arguments and errors are those of `gated_norm`.
+
+    Args:
+        x: float [..., D].
+        eps: added to the variance (the mean square with "rms").
+        p: dropout probability in [0, 1); give 0 in evaluation.
+        norm: "layer" or "rms".
+        backend: see `turbogr.ops.backend.Backend`.
+
+    Returns:
+        float [..., D] in the dtype of x.
+    """
+    return gated_norm(None, x, eps=eps, p=p, norm=norm, backend=backend)
+
+
 def gated_norm(
-    gate: Tensor, x: Tensor, *, eps: float, p: float = 0.0, norm: Norm = "layer", backend: Backend = "auto"
+    gate: Tensor | None, x: Tensor, *, eps: float, p: float = 0.0, norm: Norm = "layer", backend: Backend = "auto"
 ) -> Tensor:
     """Gated norm of the module's docstring; differentiates gate and x.
 
     Args:
-        gate: float [..., D].
+        gate: float [..., D], or None for no gate.
         x: float [..., D], the shape of gate.
         eps: added to the variance (the mean square with "rms").
         p: dropout probability in [0, 1); give 0 in evaluation.
@@ -60,11 +77,10 @@ def gated_norm(
     """
     check_backend(OPERATOR, backend)
     check_probability(OPERATOR, p)
-    if gate.shape != x.shape or not x.dim() or not (gate.is_floating_point() and x.is_floating_point()):
-        raise ValueError(
-            f"{OPERATOR}: gate and x are floats of one shape [..., D]; got {gate.dtype} {list(gate.shape)} and "
-            f"{x.dtype} {list(x.shape)}"
-        )
+    given = [x] if gate is None else [gate, x]
+    if not x.dim() or any(t.shape != x.shape or not t.is_floating_point() for t in given):
+        found = " and ".join(f"{t.dtype} {list(t.shape)}" for t in given)
+        raise ValueError(f"{OPERATOR}: gate and x are floats of one shape [..., D]; got {found}")
     if norm not in ("layer", "rms") or eps < 0:
         raise ValueError(f"{OPERATOR}: norm is layer or rms and eps not negative; got {norm!r} and {eps}")
     seed = draw_seed() if p else None
@@ -74,24 +90,26 @@ def gated_norm(
         return _gated_norm(gate, x, seed, p, eps, norm == "layer", backend)
 
 
-def gated_norm_reference(gate: Tensor, x: Tensor, *, eps: float, p: float, norm: Norm, seed: int) -> Tensor:
+def gated_norm_reference(gate: Tensor | None, x: Tensor, *, eps: float, p: float, norm: Norm, seed: int) -> Tensor:
     """The formula in float64: the oracle."""
     away = x.double() - (x.double().mean(-1, keepdim=True) if norm == "layer" else 0)
-    gated = gate.double() * away / (away.square().mean(-1, keepdim=True) + eps).sqrt()
+    normed = away / (away.square().mean(-1, keepdim=True) + eps).sqrt()
+    gated = normed if gate is None else gate.double() * normed
     return dropout_reference(gated, p, seed) if p else gated
 
 
-def _dtype(gate: Tensor, x: Tensor) -> torch.dtype:
-    return torch.promote_types(gate.dtype, x.dtype)
+def _dtype(gate: Tensor | None, x: Tensor) -> torch.dtype:
+    return x.dtype if gate is None else torch.promote_types(gate.dtype, x.dtype)
 
 
-def _wide(x: Tensor, like: Tensor) -> Tensor:
-    """[N, D] in the dtype of the arithmetic."""
-    return rows_of(x).to(torch.promote_types(torch.promote_types(x.dtype, like.dtype), torch.float32))
+def _wide(gate: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Both as [N, D] in the dtype of the arithmetic."""
+    dtype = torch.promote_types(_dtype(gate, x), torch.float32)
+    return None if gate is None else rows_of(gate).to(dtype), rows_of(x).to(dtype)
 
 
 def _kernel(
-    gate: Tensor, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str
+    gate: Tensor | None, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str
 ) -> GatedNormKernel | None:
     check_columns(OPERATOR, x)
     library = kernel_for(KERNEL, OPERATOR, backend, x)
@@ -110,19 +128,30 @@ def _normed(x: Tensor, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op(OPERATOR, mutates_args=())
 def _gated_norm(
-    gate: Tensor, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str = "auto"
+    gate: Tensor | None, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str = "auto"
 ) -> Tensor:
-    u, a = _wide(gate, x), _wide(x, gate)
+    u, a = _wide(gate, x)
     kernel = _kernel(u, a, seed, p, eps, centre, backend)
-    out = drop_(u * _normed(a, eps, centre)[0], seed, p) if kernel is None else kernel.forward()
+    if kernel is not None:
+        out = kernel.forward()
+    else:
+        normed, _ = _normed(a, eps, centre)
+        out = drop_(normed if u is None else normed.mul_(u), seed, p)
     return out.to(_dtype(gate, x)).view(x.shape)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
 def _gated_norm_backward(
-    gradient: Tensor, gate: Tensor, x: Tensor, seed: Tensor | None, p: float, eps: float, centre: bool, backend: str = "auto"
+    gradient: Tensor,
+    gate: Tensor | None,
+    x: Tensor,
+    seed: Tensor | None,
+    p: float,
+    eps: float,
+    centre: bool,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    u, a = _wide(gate, x), _wide(x, gate)
+    u, a = _wide(gate, x)
     g = rows_of(gradient).to(a.dtype)
     kernel = _kernel(u, a, seed, p, eps, centre, backend)
     if kernel is not None:
@@ -130,22 +159,25 @@ def _gated_norm_backward(
     else:
         normed, inverse = _normed(a, eps, centre)
         g = drop_(g.clone(), seed, p)
-        to_normed = g * u
-        grad_gate = g.mul_(normed)
+        to_normed = g if u is None else g * u
+        grad_gate = a.new_empty(0) if u is None else g.mul_(normed)
         along = (to_normed * normed).mean(1, keepdim=True)
         common = to_normed.mean(1, keepdim=True) if centre else 0
         grad_x = (to_normed - common).sub_(normed.mul_(along)).mul_(inverse)
-    return grad_gate.to(gate.dtype).view(gate.shape), grad_x.to(x.dtype).view(x.shape)
+    if gate is not None:
+        grad_gate = grad_gate.to(gate.dtype).view(gate.shape)
+    return grad_gate, grad_x.to(x.dtype).view(x.shape)
 
 
 @_gated_norm.register_fake
-def _(gate: Tensor, x: Tensor, *rest: object) -> Tensor:
+def _(gate: Tensor | None, x: Tensor, *rest: object) -> Tensor:
     return x.new_empty(x.shape, dtype=_dtype(gate, x))
 
 
 @_gated_norm_backward.register_fake
-def _(gradient: Tensor, gate: Tensor, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), x.new_empty(x.shape)
+def _(gradient: Tensor, gate: Tensor | None, x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(0, dtype=wide) if gate is None else gate.new_empty(gate.shape), x.new_empty(x.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
@@ -154,7 +186,9 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    return *_gated_norm_backward(gradient, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+    gate, x, seed = ctx.saved_tensors  # once: a checkpoint hands them out no second time
+    grad_gate, grad_x = _gated_norm_backward(gradient, gate, x, seed, *ctx.options)
+    return None if gate is None else grad_gate, grad_x, None, None, None, None, None
 
 
 _gated_norm.register_autograd(_backward, setup_context=_setup_context)

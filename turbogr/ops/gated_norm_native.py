@@ -8,7 +8,7 @@ from ctypes import POINTER, c_float, c_int64, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
-from turbogr.ops.native import Kernel, rows
+from turbogr.ops.native import Kernel, pointer, rows
 
 KERNEL = Kernel("gated_norm")
 
@@ -34,7 +34,7 @@ class GatedNormKernel:
 
     Args:
         library: the loaded kernel.
-        gate: float32 [N, D].
+        gate: float32 [N, D], or None.
         x: float32 [N, D].
         centre: whether the norm subtracts the mean.
         eps: added to the variance.
@@ -46,7 +46,7 @@ class GatedNormKernel:
     def __init__(
         self,
         library: ctypes.CDLL,
-        gate: Tensor,
+        gate: Tensor | None,
         x: Tensor,
         centre: bool,
         eps: float,
@@ -55,10 +55,13 @@ class GatedNormKernel:
         scale: float,
     ) -> None:
         self.library = library
-        self.gate, self.x = rows(gate), rows(x)
+        self.gate, self.x = None if gate is None else rows(gate), rows(x)
         self.problem = _Problem(
             *x.shape,
-            *(value for t in (self.gate, self.x) for value in (t.data_ptr(), t.stride(0))),
+            pointer(self.gate),
+            0 if self.gate is None else self.gate.stride(0),
+            self.x.data_ptr(),
+            self.x.stride(0),
             centre,
             eps,
             seed,
@@ -76,10 +79,17 @@ class GatedNormKernel:
         return out
 
     def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of gate and x, given that of the output."""
+        """Gradients of gate (empty where there is none) and x, given that of the output."""
         gradient = rows(gradient)
-        grad_gate, grad_x = self.x.new_empty(self.x.shape), self.x.new_empty(self.x.shape)
+        grad_x = self.x.new_empty(self.x.shape)
+        grad_gate = self.x.new_empty(0 if self.gate is None else self.x.shape)
         run = self.library.turbogr_gated_norm_backward
         run.argtypes, run.restype = [POINTER(_Problem), c_void_p, c_int64, c_void_p, c_void_p], None
-        run(self.problem, gradient.data_ptr(), gradient.stride(0), grad_gate.data_ptr(), grad_x.data_ptr())
+        run(
+            self.problem,
+            gradient.data_ptr(),
+            gradient.stride(0),
+            None if self.gate is None else grad_gate.data_ptr(),
+            grad_x.data_ptr(),
+        )
         return grad_gate, grad_x
