@@ -20,6 +20,9 @@ namespace {
 
 constexpr int64_t STRIP = 12;  // so many rows of a tile go through the elementwise part together, while they lie in the first cache
 
+constexpr int64_t BLOCK = 256;  // most columns of a block
+constexpr int64_t BLOCK_FLOATS = 1 << 17;  // what the keys and values of a block and their gradients may take of the second cache
+
 // What all tasks share.
 struct Shared {
     const TurbogrHstu& p;
@@ -115,8 +118,10 @@ class Backward {
         transposed_values_ = arena.take<float>(tokens * v_);
         incoming_ = arena.take<float>(tokens * v_);
         grad_queries_ = arena.take<float>(tokens * qk_);
-        grad_keys_ = arena.take<float>(TILE * qk_ * p_.heads);
-        grad_values_ = arena.take<float>(TILE * v_ * p_.heads);
+        // A block of columns goes down the rows together, so that these come from the outer caches once a block.
+        block_ = std::clamp<int64_t>(BLOCK_FLOATS / (p_.heads * (3 * qk_ + 2 * v_)) / TILE * TILE, TILE, BLOCK);
+        grad_keys_ = arena.take<float>(block_ * qk_ * p_.heads);
+        grad_values_ = arena.take<float>(block_ * v_ * p_.heads);
         weights_ = arena.take<float>(TILE * TILE);
         grad_scores_ = arena.take<float>(TILE * TILE);
         grad_bias_ = arena.take<float>(TILE * TILE);
@@ -133,20 +138,21 @@ class Backward {
         several_heads_ = task.heads > 1;
         const float* grad_bias = several_heads_ ? grad_bias_ : grad_scores_;
         bias_gradients_.begin(task, gradients, index);
-        for (int64_t j = 0; j < task.length; j += TILE) {
-            const int64_t columns = std::min<int64_t>(TILE, task.length - j);
-            for (int64_t i = j; i < task.length; i += TILE) {
-                const Tile tile{i, std::min<int64_t>(TILE, task.length - i), j, columns};
-                bias_.prepare(tile);
-                for (int64_t h = 0; h < task.heads; h++) tile_of_head(tile, h, stride);
-                if (tables_.position()) bias_gradients_.add_positions(tile, grad_bias);
-                if (tables_.time()) bias_gradients_.add_buckets(tile, grad_bias);
-            }
+        for (int64_t begin = 0; begin < task.length; begin += block_) {
+            const int64_t end = std::min(begin + block_, task.length);
+            for (int64_t i = begin; i < task.length; i += TILE)
+                for (int64_t j = begin; j < std::min(end, i + TILE); j += TILE) {
+                    const Tile tile{i, std::min<int64_t>(TILE, task.length - i), j, std::min<int64_t>(TILE, task.length - j)};
+                    bias_.prepare(tile);
+                    for (int64_t h = 0; h < task.heads; h++) tile_of_head(tile, h, stride, h * block_ + j - begin);
+                    if (tables_.position()) bias_gradients_.add_positions(tile, grad_bias);
+                    if (tables_.time()) bias_gradients_.add_buckets(tile, grad_bias);
+                }
             bias_gradients_.flush();
             for (int64_t h = 0; h < task.heads; h++) {
                 const Heads<float> k{g_.k, g_.k_row, g_.k_head, p_.qk_width}, v{g_.v, g_.v_row, g_.v_head, p_.v_width};
-                unpack_head(grad_keys_ + h * TILE * qk_, 1, k, task, h, j, columns);
-                unpack_head(grad_values_ + h * TILE * v_, 1, v, task, h, j, columns);
+                unpack_head(grad_keys_ + h * block_ * qk_, 1, k, task, h, begin, end - begin);
+                unpack_head(grad_values_ + h * block_ * v_, 1, v, task, h, begin, end - begin);
             }
         }
         const Heads<float> q{g_.q, g_.q_row, g_.q_head, p_.qk_width};
@@ -166,7 +172,8 @@ class Backward {
         pack_head({g_.out, g_.out_row, g_.out_head, p_.v_width}, task, h, p_.scale, incoming_ + h * stride * v_, task.length);
     }
 
-    void tile_of_head(const Tile& tile, int64_t h, int64_t stride) {
+    // `row` is where the gradients of the tile's keys and values begin.
+    void tile_of_head(const Tile& tile, int64_t h, int64_t stride, int64_t row) {
         const float* queries = queries_ + h * stride * qk_;
         const float* incoming = incoming_ + h * stride * v_;
         float* grad_queries = grad_queries_ + (h * stride + tile.first_row) * qk_;
@@ -177,8 +184,8 @@ class Backward {
             scores(strip, p_.v_width, incoming, transposed_values_ + h * stride * v_, grad_scores_ + m * TILE);
             activate(strip, m, h > 0);
         }
-        times_rows(tile, p_.v_width, weights_, incoming, grad_values_ + h * TILE * v_, add);
-        times_rows(tile, p_.qk_width, grad_scores_, queries, grad_keys_ + h * TILE * qk_, add);
+        times_rows(tile, p_.v_width, weights_, incoming, grad_values_ + row * v_, add);
+        times_rows(tile, p_.qk_width, grad_scores_, queries, grad_keys_ + row * qk_, add);
         times_columns(tile, p_.qk_width, grad_scores_, keys_ + h * stride * qk_, grad_queries, tile.first_column > 0);
     }
 
@@ -215,7 +222,7 @@ class Backward {
     const BiasTables& tables_;
     TileBias bias_;
     TaskBiasGradients bias_gradients_;
-    int64_t qk_, v_, used_;
+    int64_t qk_, v_, block_, used_;
     bool several_heads_ = false;
     float *packed_values_, *queries_, *keys_, *transposed_keys_, *transposed_values_, *incoming_;
     float *grad_queries_, *grad_keys_, *grad_values_, *weights_, *grad_scores_, *grad_bias_;

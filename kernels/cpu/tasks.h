@@ -13,8 +13,9 @@ namespace turbogr {
 
 constexpr int TILE = 64;  // rows and columns of a tile of scores
 
-// Heads are taken together while their tokens are so few: a task then works from the cache and is a small part of a batch.
-constexpr int64_t TOKENS_PER_TASK = 4096;
+// Heads are taken together, so that they share the work on the bias, while their tokens are so few and a task is no more than
+// half of the batch. The number of threads has no say: it would change the order of sums.
+constexpr int64_t TOKENS_PER_TASK = 8192;
 
 struct Free {
     void operator()(void* memory) const { std::free(memory); }
@@ -65,11 +66,14 @@ struct Queue {
         tasks.reset(new (std::nothrow) Task[static_cast<size_t>(most)]);
         order.reset(new (std::nothrow) int64_t[static_cast<size_t>(most)]);
         if (!tasks || !order) return false;
+        double all = 0;
+        for (int64_t b = 0; b < sequences; b++) all += pairs(offsets[b + 1] - offsets[b], heads);
         for (int64_t b = 0; b < sequences; b++) {
             const int64_t length = offsets[b + 1] - offsets[b];
             if (length == 0) continue;
             longest = std::max(longest, length);
-            const int64_t most_together = std::clamp<int64_t>(TOKENS_PER_TASK / length, 1, heads);
+            const int64_t half = static_cast<int64_t>(all / 2 / pairs(length, 1));
+            const int64_t most_together = std::clamp<int64_t>(std::min(half, TOKENS_PER_TASK / length), 1, heads);
             const int64_t groups = (heads + most_together - 1) / most_together;
             const int64_t together = (heads + groups - 1) / groups;  // groups of nearly equal size
             for (int64_t h = 0; h < heads; h += together) {
@@ -78,13 +82,15 @@ struct Queue {
                 count++;
             }
         }
-        const auto cost = [&](int64_t t) {
-            return static_cast<double>(tasks[t].heads * tasks[t].length) * static_cast<double>(tasks[t].length);
-        };
+        const auto cost = [&](int64_t t) { return pairs(tasks[t].length, tasks[t].heads); };
         std::sort(order.get(), order.get() + count, [&](int64_t a, int64_t b) {
             return cost(a) != cost(b) ? cost(a) > cost(b) : a < b;
         });
         return true;
+    }
+
+    static double pairs(int64_t length, int64_t heads) {
+        return static_cast<double>(length) * static_cast<double>(length) * static_cast<double>(heads);
     }
 
     // Tokens times heads of the largest task, each sequence rounded up to whole tiles.
