@@ -65,6 +65,7 @@ int run(int64_t tokens, int64_t samples, int64_t width, int64_t rows, bool with_
 
 int main(int count, char**) {
     if (count > 1) return run(5, 3, 17, 9, false, 0, 1);
+    if (run(3000, 100, 7, 40, false, 0, 0) != 0 || run(3000, 100, 16, 50, true, 0, 0) != 0) return 1;  // several rounds
     int checked = 0;
     for (const int64_t tokens : {0, 1, 7, 100})
         for (const int64_t samples : {0, 1, 15, 16, 17, 40})

@@ -34,6 +34,8 @@ SHAPES = [
     (20, 31, 129, 90),
     (100, 64, 128, 5000),  # several blocks of rows
     (9, 15, 400, 7),
+    (3000, 100, 7, 40),  # more samples than are distributed at once
+    (3000, 100, 16, 50),
 ]
 
 
@@ -74,7 +76,7 @@ def test_both_ways_of_pytorch_equal_the_reference(shape, rows_per_sample, segmen
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_equals_the_reference(shape):
     *inputs, index = inputs_of(*shape, dtype=torch.float32)
-    assert errors_of(inputs, index, "cpp") < 2e-6
+    assert errors_of(inputs, index, "cpp") < 1e-5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
