@@ -4,8 +4,8 @@ The baseline gathers the negatives' embeddings to [T, R, D], as public trainers 
 `negative_logits` a product with the output, for `sampled_softmax` the products, the mask and a log-softmax. All sides see the
 same inputs; results and gradients must agree before anything is timed. Calls are interleaved and the ratio is the median over
 the rounds; with one thread, process time is counted, so that neighbours on the machine disturb little. All sides run with freed
-memory kept by the process. Peak memory counts PyTorch's allocations and, for C++, the kernel's own scratch: at most twelve bytes
-a sample while the gradient of the rows is summed (counted as if it were that much).
+memory kept by the process. Peak memory counts PyTorch's allocations and, for C++, the kernel's own scratch as well, as the most
+that it can be: twelve bytes a sample while the gradient of the rows is summed.
 """
 
 from __future__ import annotations
