@@ -7,6 +7,7 @@ import torch
 from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tests.ops.jagged_cases import LENGTHS, WIDTHS, far_apart, max_errors, offsets_of
@@ -191,6 +192,17 @@ def test_opcheck(backend):
     # Dense but permuted inputs: their gradients have the strides that the fake implementation promises.
     permuted = [x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() for x in tensors[:3]]
     torch.library.opcheck(_hstu_attention, (*permuted, offsets, *tensors[3:], *options))
+
+
+def test_fake_tensors_and_a_whole_graph(backend):
+    tensors, offsets, queries, keys = inputs_of([3, 0, 6], dtype=TOLERANCES[backend][0])
+    operator, _ = pair(offsets, queries, keys, backend=backend)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert operator(*tensors).shape == (9, 2, 5)
+    compiled = torch.compile(operator, backend="aot_eager", fullgraph=True)
+    results = [torch.autograd.grad(function(*tensors).square().sum(), tensors) for function in (compiled, operator)]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_gradcheck():

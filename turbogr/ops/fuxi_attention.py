@@ -29,7 +29,7 @@ from turbogr.ops import fuxi_torch
 from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.fuxi_native import KERNEL, FuXiKernel
 from turbogr.ops.fuxi_torch import OPERATOR
-from turbogr.ops.jagged import check_attention, longest_of, without_autocast
+from turbogr.ops.jagged import check_attention, check_values, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
 from turbogr.ops.relative import check_table, check_times
@@ -97,7 +97,7 @@ def jagged_fuxi_attention(
     backend = backend_for_mask(OPERATOR, backend, mask)
     offsets = check_attention(OPERATOR, q, k, v, offsets)
     if position_bias is not None:
-        check_table(OPERATOR, "position_bias", position_bias, least=max(1, longest_of(offsets)))
+        check_table(OPERATOR, "position_bias", position_bias)
     if time_bias is None and time_function is None:
         query_times = key_times = None
     else:
@@ -105,6 +105,7 @@ def jagged_fuxi_attention(
         query_times, key_times = check_times(OPERATOR, needed_by, q.shape[0], query_times, key_times)
         _check_time(time_bias, time_function, time_unit, time_divisor)
     if backend == "reference":
+        check_values(OPERATOR, offsets, q.shape[0], position_bias)
         return jagged_fuxi_attention_reference(
             q,
             k,
@@ -209,6 +210,7 @@ def _fuxi_attention(
     mask: str = CAUSAL,
     backend: str = "auto",
 ) -> Tensor:
+    check_values(OPERATOR, offsets, q.shape[0], position_bias)
     library = kernel_for(KERNEL, OPERATOR, backend, q)
     options = (scale, alpha, time_unit, time_divisor, functional)
     inputs = (q, k, v, offsets, position_bias, time_parameters, query_times, key_times, *options)

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from turbogr.ops import hstu_torch
 from turbogr.ops.backend import Backend, check_backend, kernel_for
-from turbogr.ops.hstu_native import KERNEL, HSTUKernel
+from turbogr.ops.hstu_native import DTYPES, KERNEL, HSTUKernel
 from turbogr.ops.hstu_torch import OPERATOR
-from turbogr.ops.jagged import check_attention, longest_of, without_autocast
+from turbogr.ops.jagged import check_attention, check_values, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
 from turbogr.ops.relative import check_table, check_times
@@ -75,8 +75,9 @@ def jagged_hstu_attention(
     check_backend(OPERATOR, backend)
     backend = backend_for_mask(OPERATOR, backend, mask)
     offsets = check_attention(OPERATOR, q, k, v, offsets)
-    query_times, key_times = _check_bias(q, offsets, position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
+    query_times, key_times = _check_bias(q, position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
     if backend == "reference":
+        check_values(OPERATOR, offsets, q.shape[0], position_bias)
         return jagged_hstu_attention_reference(
             q,
             k,
@@ -131,7 +132,6 @@ def jagged_hstu_attention_reference(
 
 def _check_bias(
     q: Tensor,
-    offsets: Tensor,
     position_bias: Tensor | None,
     time_bias: Tensor | None,
     query_times: Tensor | None,
@@ -141,7 +141,7 @@ def _check_bias(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both times, as int64."""
     if position_bias is not None:
-        check_table(OPERATOR, "position_bias", position_bias, least=max(1, longest_of(offsets)))
+        check_table(OPERATOR, "position_bias", position_bias)
     if time_bias is None:
         return None, None
     check_table(OPERATOR, "time_bias", time_bias)
@@ -167,7 +167,8 @@ def _hstu_attention(
     mask: str = CAUSAL,
     backend: str = "auto",
 ) -> Tensor:
-    library = kernel_for(KERNEL, OPERATOR, backend, q)
+    check_values(OPERATOR, offsets, q.shape[0], position_bias)
+    library = kernel_for(KERNEL, OPERATOR, backend, q, DTYPES)
     inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
     if library is not None:
         return HSTUKernel(library, *inputs).forward()
@@ -192,7 +193,7 @@ def _hstu_attention_backward(
     mask: str = CAUSAL,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    library = kernel_for(KERNEL, OPERATOR, backend, q)
+    library = kernel_for(KERNEL, OPERATOR, backend, q, DTYPES)
     inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
     if library is not None:
         return HSTUKernel(library, *inputs).backward(gradient)

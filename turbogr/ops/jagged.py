@@ -15,9 +15,9 @@ def without_autocast(like: Tensor) -> torch.autocast:
 
 
 def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Checks what all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], offsets rising from 0 to T.
+    """Checks shapes and dtypes that all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], offsets [B + 1].
 
-    The values of offsets are checked on the host only: reading them from a device would wait for it.
+    No value is read, so that fake tensors pass: `check_values` does that, inside the operator.
 
     Returns:
         offsets as int64: int32 ones are widened.
@@ -32,29 +32,51 @@ def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Ten
         )
     if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
         raise ValueError(f"{operator}: q, k and v share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    offsets = check_offsets(operator, offsets, q.shape[0])
-    # Elements are counted in 64 bits everywhere; but matrix products take each of their sizes in 32 bits.
-    largest = max(q.shape[2], v.shape[2], longest_of(offsets))
-    if largest >= 2**31:
-        raise ValueError(f"{operator}: a width or a sequence of {largest:,} is beyond 2^31 - 1")
-    return offsets
+    # Elements are counted in 64 bits everywhere; but PyTorch's matrix products take each of their sizes in 32 bits.
+    if max(q.shape[2], v.shape[2]) >= 2**31:
+        raise ValueError(f"{operator}: a width of {max(q.shape[2], v.shape[2]):,} is beyond 2^31 - 1")
+    return _as_offsets(operator, offsets)
 
 
-def check_offsets(operator: str, offsets: Tensor, tokens: int) -> Tensor:
-    """`offsets` as int64 [B + 1], if they are int64 or int32 and rise from 0 to `tokens`; values are checked on the host only.
+def check_values(operator: str, offsets: Tensor, tokens: int, position_bias: Tensor | None = None) -> None:
+    """Checks that int64 offsets rise from 0 to `tokens`, by no more than a position table has entries where there is one.
+
+    On the host only: reading values from a device would wait for it.
 
     Raises:
         ValueError: names the operator and what was found.
     """
-    if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32) or offsets.numel() < 1:
-        raise ValueError(f"{operator}: offsets is int64 or int32 [B + 1]; got {offsets.dtype} {list(offsets.shape)}")
-    if offsets.device.type == "cpu":
-        first, last = int(offsets[0]), int(offsets[-1])
-        if first != 0 or last != tokens or bool((offsets.diff() < 0).any()):
-            raise ValueError(f"{operator}: offsets rise from 0 to {tokens}; got first {first}, last {last}, or a fall between")
-    return offsets.long()
+    if offsets.device.type != "cpu":
+        return
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0 or last != tokens or bool((offsets.diff() < 0).any()):
+        raise ValueError(f"{operator}: offsets rise from 0 to {tokens}; got first {first}, last {last}, or a fall between")
+    longest = longest_of(offsets)
+    if longest >= 2**31:
+        raise ValueError(f"{operator}: a sequence of {longest:,} tokens is beyond 2^31 - 1")
+    if position_bias is not None and longest > position_bias.numel():
+        raise ValueError(
+            f"{operator}: position_bias has {position_bias.numel()} entries, the longest sequence {longest} tokens"
+        )
+
+
+def check_offsets(operator: str, offsets: Tensor, tokens: int) -> Tensor:
+    """`offsets` as int64 [B + 1], checked as `check_values` does.
+
+    Raises:
+        ValueError: names the operator and what was found.
+    """
+    offsets = _as_offsets(operator, offsets)
+    check_values(operator, offsets, tokens)
+    return offsets
 
 
 def longest_of(offsets: Tensor) -> int:
     """The longest sequence where offsets are on the host; 0 elsewhere, and for a batch of none."""
     return int(offsets.diff().max()) if offsets.device.type == "cpu" and offsets.numel() > 1 else 0
+
+
+def _as_offsets(operator: str, offsets: Tensor) -> Tensor:
+    if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32) or offsets.numel() < 1:
+        raise ValueError(f"{operator}: offsets is int64 or int32 [B + 1]; got {offsets.dtype} {list(offsets.shape)}")
+    return offsets.long()

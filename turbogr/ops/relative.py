@@ -115,14 +115,12 @@ class TimeTable:
         return self.sums.to(self.table.dtype)
 
 
-def check_table(operator: str, name: str, table: Tensor, least: int = 1) -> None:
-    """Raises ValueError, which names operator and table, if that is not of one dimension and at least `least` entries."""
+def check_table(operator: str, name: str, table: Tensor) -> None:
+    """Raises ValueError, which names operator and table, if that is not of one dimension with some entries."""
     if table.dim() != 1 or not 0 < table.numel() < 2**31:
         raise ValueError(
             f"{operator}: {name} is a table of one dimension and of at most 2^31 - 1 entries; got {list(table.shape)}"
         )
-    if table.numel() < least:
-        raise ValueError(f"{operator}: {name} has {table.numel()} entries, the longest sequence {least} tokens")
 
 
 def check_times(

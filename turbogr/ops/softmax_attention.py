@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turbogr.ops import softmax_torch
 from turbogr.ops.backend import Backend, check_backend, kernel_for
-from turbogr.ops.jagged import check_attention, without_autocast
+from turbogr.ops.jagged import check_attention, check_values, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
 from turbogr.ops.softmax_native import KERNEL, OPERATOR, SoftmaxKernel
@@ -57,6 +57,7 @@ def jagged_softmax_attention(
     backend = backend_for_mask(OPERATOR, backend, mask)
     offsets = check_attention(OPERATOR, q, k, v, offsets)
     if backend == "reference":
+        check_values(OPERATOR, offsets, q.shape[0])
         return jagged_softmax_attention_reference(q, k, v, offsets, scale=scale, mask=mask).to(v.dtype)
     with without_autocast(q):
         return _softmax_attention(q, k, v, offsets, scale, mask, backend)[0]
@@ -81,6 +82,7 @@ def _softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, mask: str = CAUSAL, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log of each row's sum of exponentials [T, H] for backward; the latter has no gradient."""
+    check_values(OPERATOR, offsets, q.shape[0])
     library = kernel_for(KERNEL, OPERATOR, backend, q)
     if library is not None:
         return SoftmaxKernel(library, q, k, v, offsets, scale).forward()
