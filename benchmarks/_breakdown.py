@@ -16,7 +16,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("jagged_hstu_attention", "jagged_softmax_attention", "jagged_fuxi_attention"),
     "loss": ("sampled_softmax", "negative_logits"),
     "embedding": ("unique_ids", "unique_segments", "jagged_embedding_lookup", "row_update"),
-    "gates and dropout": ("gated_norm", "silu_split", "turbogr_dropout", "turbogr::dropout"),
+    "norms, gates, dropout": ("gated_norm", "silu_split", "dropout", "add_positions", "l2_normalise"),
 }
 """Operators of this package, by a part of their names."""
 

@@ -21,14 +21,14 @@ Moments moments_of(const TurbogrGatedNorm& p, const float* x) {
     if (p.centre) {
         Vector total{};
         columns(p.columns, [&](int64_t column, auto count) { total += load(x + column, count); });
-        mean = sum(total) / width;
+        mean = quick_sum(total) / width;
     }
     Vector squares{};
     columns(p.columns, [&](int64_t column, auto count) {
         const Vector away = keep_first(load(x + column, count) - broadcast(mean), count);
         squares += away * away;
     });
-    return {broadcast(mean), broadcast(1.0f / std::sqrt(sum(squares) / width + p.eps))};
+    return {broadcast(mean), broadcast(1.0f / std::sqrt(quick_sum(squares) / width + p.eps))};
 }
 
 const float* gate_of(const TurbogrGatedNorm& p, int64_t row) {
@@ -77,7 +77,7 @@ void turbogr_gated_norm_backward(
             along += to_normed * normed;
         });
         const float width = static_cast<float>(p.columns);
-        const Vector common = broadcast(p.centre ? sum(total) / width : 0.0f), share = broadcast(sum(along) / width);
+        const Vector common = broadcast(p.centre ? quick_sum(total) / width : 0.0f), share = broadcast(quick_sum(along) / width);
         columns(p.columns, [&](int64_t column, auto count) {
             const Vector normed = (load(x + column, count) - m.mean) * m.inverse;
             store(to_x + column, (load(to_x + column, count) - common - normed * share) * m.inverse, count);

@@ -16,7 +16,7 @@ float length_of(const TurbogrL2Normalise& p, const float* x) {
         const Vector v = load(x + column, count);
         squares += v * v;
     });
-    return std::sqrt(sum(squares));
+    return std::sqrt(quick_sum(squares));
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ void turbogr_l2_normalise_backward(
         Vector along{};
         columns(p.columns, [&](int64_t column, auto count) { along += load(incoming + column, count) * load(x + column, count); });
         // A row that is shorter than eps is divided by a constant: nothing of its gradient is taken away.
-        const Vector share = broadcast(length < p.eps ? 0.0f : sum(along) * inverse * inverse);
+        const Vector share = broadcast(length < p.eps ? 0.0f : quick_sum(along) * inverse * inverse);
         columns(p.columns, [&](int64_t column, auto count) {
             const Vector across = load(incoming + column, count) - load(x + column, count) * share;
             store(grad_x + row * p.columns + column, across * broadcast(inverse), count);
