@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,7 +141,7 @@ def row_update(
 
 def _problem(num_rows: Sequence[int], width: int, ids: Tensor, splits: Sequence[int], weights: Sequence[Tensor]) -> _Lookup:
     # ctypes keeps the arrays alive: a structure refers to what its pointers were made from only if it is told to.
-    kept = [
+    kept: list[ctypes.Array[Any]] = [
         _addresses([pointer(x) for x in weights]),
         *((c_int64 * len(x))(*x) for x in (num_rows, [x.stride(0) for x in weights], splits)),
     ]
