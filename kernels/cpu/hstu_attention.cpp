@@ -1,4 +1,5 @@
-// HSTU's causal SiLU attention with relative position and time bias on jagged tensors, forward and backward, float32 on a CPU.
+// HSTU's causal SiLU attention with relative position and time bias on jagged tensors, forward and backward, on a CPU: float32 or
+// bfloat16 tensors, float32 inside.
 // The formula stands in turbogr/ops/hstu_attention.py.
 //
 // A task is one sequence and some of its heads. Tasks are taken from a queue, the longest first. Inside, 64 x 64 tiles of
@@ -10,6 +11,7 @@
 
 #include <algorithm>
 
+#include "bfloat16.h"
 #include "bias.h"
 #include "tasks.h"
 #include "tiles.h"
@@ -31,12 +33,26 @@ struct Shared {
 
     explicit Shared(const TurbogrHstu& problem) : p(problem), tables(problem.bias) {}
     bool build() { return queue.build(p.offsets, p.sequences, p.heads) && tables.build(queue.longest); }
+
+    // pack_head and unpack_head for tensors of the problem's element type.
+    void load_head(
+        const Heads<const void>& x, const Task& task, int64_t h, float factor, float* to, int64_t rows
+    ) const {
+        if (p.bfloat16) pack_head(x.of<const BFloat16>(), task, h, factor, to, rows);
+        else pack_head(x.of<const float>(), task, h, factor, to, rows);
+    }
+    void store_head(
+        const float* from, float factor, const Heads<void>& x, const Task& task, int64_t h, int64_t first, int64_t rows
+    ) const {
+        if (p.bfloat16) unpack_head(from, factor, x.of<BFloat16>(), task, h, first, rows);
+        else unpack_head(from, factor, x.of<float>(), task, h, first, rows);
+    }
 };
 
 class Forward {
   public:
-    Forward(const Shared& shared, Heads<float> out, Arena arena)
-        : p_(shared.p), to_(out), bias_(shared.tables, arena), qk_(padded(p_.qk_width)), v_(padded(p_.v_width)) {
+    Forward(const Shared& shared, Heads<void> out, Arena arena)
+        : shared_(shared), p_(shared.p), to_(out), bias_(shared.tables, arena), qk_(padded(p_.qk_width)), v_(padded(p_.v_width)) {
         const int64_t longest = shared.queue.longest, tokens = shared.queue.most_tokens();
         packed_keys_ = arena.take<float>(round_up(longest, TILE) * qk_);
         queries_ = arena.take<float>(tokens * qk_);
@@ -53,10 +69,10 @@ class Forward {
         const int64_t stride = round_up(task.length, TILE);
         bias_.sequence(task);
         for (int64_t h = 0; h < task.heads; h++) {
-            pack_head({p_.q, p_.q_row, p_.q_head, p_.qk_width}, task, h, p_.alpha, queries_ + h * stride * qk_, task.length);
-            pack_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, packed_keys_, padded(task.length));
+            shared_.load_head({p_.q, p_.q_row, p_.q_head, p_.qk_width}, task, h, p_.alpha, queries_ + h * stride * qk_, task.length);
+            shared_.load_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, packed_keys_, padded(task.length));
             pack_transposed(packed_keys_, task.length, p_.qk_width, keys_ + h * stride * qk_);
-            pack_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, values_ + h * stride * v_, task.length);
+            shared_.load_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, values_ + h * stride * v_, task.length);
         }
         for (int64_t i = 0; i < task.length; i += TILE) {
             const int64_t rows = std::min<int64_t>(TILE, task.length - i);
@@ -73,7 +89,7 @@ class Forward {
                     times_columns(tile, p_.v_width, scores_, values_ + h * stride * v_, out_ + h * TILE * v_, j > 0);
                 }
             }
-            for (int64_t h = 0; h < task.heads; h++) unpack_head(out_ + h * TILE * v_, p_.scale, to_, task, h, i, rows);
+            for (int64_t h = 0; h < task.heads; h++) shared_.store_head(out_ + h * TILE * v_, p_.scale, to_, task, h, i, rows);
         }
     }
 
@@ -93,8 +109,9 @@ class Forward {
         }
     }
 
+    const Shared& shared_;
     const TurbogrHstu& p_;
-    Heads<float> to_;
+    Heads<void> to_;
     TileBias bias_;
     int64_t qk_, v_, used_;
     float *packed_keys_, *queries_, *keys_, *values_, *out_, *scores_;
@@ -103,7 +120,8 @@ class Forward {
 class Backward {
   public:
     Backward(const Shared& shared, const TurbogrHstuGradients& g, Arena arena)
-        : p_(shared.p),
+        : shared_(shared),
+          p_(shared.p),
           g_(g),
           tables_(shared.tables),
           bias_(tables_, arena),
@@ -150,26 +168,26 @@ class Backward {
                 }
             bias_gradients_.flush();
             for (int64_t h = 0; h < task.heads; h++) {
-                const Heads<float> k{g_.k, g_.k_row, g_.k_head, p_.qk_width}, v{g_.v, g_.v_row, g_.v_head, p_.v_width};
-                unpack_head(grad_keys_ + h * block_ * qk_, 1, k, task, h, begin, end - begin);
-                unpack_head(grad_values_ + h * block_ * v_, 1, v, task, h, begin, end - begin);
+                const Heads<void> k{g_.k, g_.k_row, g_.k_head, p_.qk_width}, v{g_.v, g_.v_row, g_.v_head, p_.v_width};
+                shared_.store_head(grad_keys_ + h * block_ * qk_, 1, k, task, h, begin, end - begin);
+                shared_.store_head(grad_values_ + h * block_ * v_, 1, v, task, h, begin, end - begin);
             }
         }
-        const Heads<float> q{g_.q, g_.q_row, g_.q_head, p_.qk_width};
+        const Heads<void> q{g_.q, g_.q_row, g_.q_head, p_.qk_width};
         for (int64_t h = 0; h < task.heads; h++)
-            unpack_head(grad_queries_ + h * stride * qk_, p_.alpha, q, task, h, 0, task.length);
+            shared_.store_head(grad_queries_ + h * stride * qk_, p_.alpha, q, task, h, 0, task.length);
     }
 
   private:
     // alpha goes into the queries, scale into the incoming gradient: no product has to be scaled afterwards but that of dq.
     void load_head(const Task& task, int64_t h, int64_t stride) {
         float* keys = keys_ + h * stride * qk_;
-        pack_head({p_.q, p_.q_row, p_.q_head, p_.qk_width}, task, h, p_.alpha, queries_ + h * stride * qk_, task.length);
-        pack_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, keys, padded(task.length));
+        shared_.load_head({p_.q, p_.q_row, p_.q_head, p_.qk_width}, task, h, p_.alpha, queries_ + h * stride * qk_, task.length);
+        shared_.load_head({p_.k, p_.k_row, p_.k_head, p_.qk_width}, task, h, 1, keys, padded(task.length));
         pack_transposed(keys, task.length, p_.qk_width, transposed_keys_ + h * stride * qk_);
-        pack_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, packed_values_, padded(task.length));
+        shared_.load_head({p_.v, p_.v_row, p_.v_head, p_.v_width}, task, h, 1, packed_values_, padded(task.length));
         pack_transposed(packed_values_, task.length, p_.v_width, transposed_values_ + h * stride * v_);
-        pack_head({g_.out, g_.out_row, g_.out_head, p_.v_width}, task, h, p_.scale, incoming_ + h * stride * v_, task.length);
+        shared_.load_head({g_.out, g_.out_row, g_.out_head, p_.v_width}, task, h, p_.scale, incoming_ + h * stride * v_, task.length);
     }
 
     // `row` is where the gradients of the tile's keys and values begin.
@@ -217,6 +235,7 @@ class Backward {
         }
     }
 
+    const Shared& shared_;
     const TurbogrHstu& p_;
     const TurbogrHstuGradients& g_;
     const BiasTables& tables_;
@@ -233,10 +252,10 @@ class Backward {
 
 using namespace turbogr;
 
-int turbogr_hstu_forward(const TurbogrHstu* problem, float* out, int64_t out_row, int64_t out_head) {
+int turbogr_hstu_forward(const TurbogrHstu* problem, void* out, int64_t out_row, int64_t out_head) {
     Shared shared(*problem);
     if (!shared.build()) return 1;
-    const Heads<float> to{out, out_row, out_head, problem->v_width};
+    const Heads<void> to{out, out_row, out_head, problem->v_width};
     const auto make = [&](Arena arena) { return Forward(shared, to, arena); };
     const auto run = [&](Forward& worker, int64_t t) { worker.run(shared.queue.tasks[t]); };
     return work(shared.queue, problem->threads, make, run) ? 0 : 1;

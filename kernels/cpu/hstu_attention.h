@@ -8,11 +8,12 @@
 
 extern "C" {
 
-// Strides count floats; the last axis of q, k, v, of the output and of all their gradients is contiguous.
+// Strides count elements; the last axis of q, k, v, of the output and of all their gradients is contiguous.
 struct TurbogrHstu {
     int64_t sequences, heads, qk_width, v_width;
     const int64_t* offsets;  // [sequences + 1]
-    const float *q, *k, *v;  // [T, heads, width]
+    int64_t bfloat16;        // whether q, k, v, the output and their gradients hold bfloat16 instead of float32
+    const void *q, *k, *v;   // [T, heads, width]
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;
     TurbogrBias bias;
     float scale, alpha;
@@ -20,9 +21,9 @@ struct TurbogrHstu {
 };
 
 struct TurbogrHstuGradients {
-    const float* out;  // incoming, [T, heads, v_width]
+    const void* out;  // incoming, [T, heads, v_width]
     int64_t out_row, out_head;
-    float *q, *k, *v;
+    void *q, *k, *v;
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;
     float* position_bias;  // [position_count], written whole
     int64_t position_count;
@@ -30,6 +31,6 @@ struct TurbogrHstuGradients {
 };
 
 // Both return 0, or 1 if there was no memory for the threads' scratch.
-int turbogr_hstu_forward(const TurbogrHstu* problem, float* out, int64_t out_row, int64_t out_head);
+int turbogr_hstu_forward(const TurbogrHstu* problem, void* out, int64_t out_row, int64_t out_head);
 int turbogr_hstu_backward(const TurbogrHstu* problem, const TurbogrHstuGradients* gradients);
 }

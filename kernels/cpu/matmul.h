@@ -117,28 +117,30 @@ static inline void product(
     panels<1, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
 }
 
-// `rows` rows of `width` floats times `factor`, into rows of `padded` floats. What is added is zero, whole rows up to
+// `rows` rows of `width` numbers times `factor`, into rows of `padded` floats. What is added is zero, whole rows up to
 // `padded_rows` too.
+template <typename From>
 static inline void pack(
-    const float* from, int64_t stride, int64_t rows, int64_t width, float factor, float* to, int64_t padded, int64_t padded_rows
+    const From* from, int64_t stride, int64_t rows, int64_t width, float factor, float* to, int64_t padded, int64_t padded_rows
 ) {
     const int64_t whole = width / LANES * LANES;
     for (int64_t i = 0; i < rows; i++, from += stride, to += padded) {
         for (int64_t c = 0; c < whole; c += LANES) store(to + c, load(from + c) * factor);
-        for (int64_t c = whole; c < width; c++) to[c] = from[c] * factor;
+        for (int64_t c = whole; c < width; c++) to[c] = static_cast<float>(from[c]) * factor;
         for (int64_t c = width; c < padded; c++) to[c] = 0;
     }
     std::memset(to, 0, sizeof(float) * (padded_rows - rows) * padded);
 }
 
 // The reverse: drops the padding.
+template <typename To>
 static inline void unpack(
-    const float* from, int64_t padded, int64_t rows, int64_t width, float factor, float* to, int64_t stride
+    const float* from, int64_t padded, int64_t rows, int64_t width, float factor, To* to, int64_t stride
 ) {
     const int64_t whole = width / LANES * LANES;
     for (int64_t i = 0; i < rows; i++, from += padded, to += stride) {
         for (int64_t c = 0; c < whole; c += LANES) store(to + c, load(from + c) * factor);
-        for (int64_t c = whole; c < width; c++) to[c] = from[c] * factor;
+        for (int64_t c = whole; c < width; c++) to[c] = static_cast<To>(from[c] * factor);
     }
 }
 

@@ -35,16 +35,21 @@ struct Heads {
     int64_t row, head, width;
 
     Float* at(int64_t token, int64_t h) const { return data + token * row + h * head; }
+    // For data of a type that is known at run time only.
+    template <typename Element>
+    Heads<Element> of() const { return {static_cast<Element*>(data), row, head, width}; }
 };
 
 // Rows of one head of a task, times a factor, padded to `rows` rows.
-static inline void pack_head(const Heads<const float>& x, const Task& task, int64_t h, float factor, float* to, int64_t rows) {
+template <typename From = float>
+static inline void pack_head(const Heads<const From>& x, const Task& task, int64_t h, float factor, float* to, int64_t rows) {
     pack(x.at(task.first_token, task.first_head + h), x.row, task.length, x.width, factor, to, padded(x.width), rows);
 }
 
 // The reverse for `rows` rows from row `first` of the task's sequence on.
+template <typename To = float>
 static inline void unpack_head(
-    const float* from, float factor, const Heads<float>& x, const Task& task, int64_t h, int64_t first, int64_t rows
+    const float* from, float factor, const Heads<To>& x, const Task& task, int64_t h, int64_t first, int64_t rows
 ) {
     unpack(from, padded(x.width), rows, x.width, factor, x.at(task.first_token + first, task.first_head + h), x.row);
 }

@@ -144,10 +144,28 @@ def test_thresholds_are_the_smallest_gaps_of_their_buckets():
     assert (buckets.buckets(thresholds[reachable] - 1) < wanted).all()
 
 
+@pytest.mark.parametrize("width", [(16, 16), (7, 33)])
+def test_bfloat16_is_rounded_at_the_ends_only(width):
+    """Inputs and outputs hold bfloat16: the results are those of float32 on the same numbers, rounded once."""
+    tensors, offsets, queries, keys = inputs_of(EDGES, 3, *width, torch.bfloat16)
+    operator, _ = pair(offsets, queries, keys, backend="cpp")
+
+    def step(leaves, gradient):
+        out = operator(*leaves)
+        return out, *torch.autograd.grad(out, leaves, gradient.to(out.dtype))
+
+    gradient = torch.randn(tensors[2].shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    wide = [x.detach().float().requires_grad_() for x in tensors]
+    for actual, expected in zip(step(tensors, gradient), step(wide, gradient), strict=True):
+        assert actual.dtype == torch.bfloat16
+        assert torch.equal(actual, expected.bfloat16())
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_damaged_numbers_stay_visible(which, value):
-    tensors, offsets, queries, keys = inputs_of([70, 3], dtype=torch.float32)
+def test_damaged_numbers_stay_visible(which, dtype, value):
+    tensors, offsets, queries, keys = inputs_of([70, 3], dtype=dtype)
     with torch.no_grad():
         tensors[which][5, 1, 2] = value
     actual, expected = (pair(offsets, queries, keys, backend=b)[0](*tensors).isfinite() for b in ("cpp", "torch"))
@@ -167,6 +185,7 @@ def test_narrower_vectors(flags, monkeypatch, tmp_path):
     monkeypatch.setattr(hstu_attention, "KERNEL", kernel)
     test_edges_of_tiles_at_all_widths(3, 50, 33)
     test_edges_of_tiles_at_all_widths(2, 7, 8)
+    test_bfloat16_is_rounded_at_the_ends_only((7, 33))
     for sign, layout in ((1, "alone"), (-1, "together"), (1, "in order")):
         test_buckets_are_those_of_float64_at_every_threshold(128, 0.301, 1.0, 2**50, sign, layout, "cpp")
 

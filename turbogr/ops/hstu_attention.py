@@ -8,8 +8,8 @@ For every sequence, head h and its tokens i >= j (Zhai et al. 2024, "Actions spe
 
 The bias is shared by all heads. There is no softmax: `scale` is usually 1 / n with the configured longest length n.
 
-Implementations: C++ for float32 on the CPU (`kernels/cpu/hstu_attention.cpp`); PyTorch for everything else, and where there is
-no compiler; the formula itself in float64.
+Implementations: C++ for float32 and bfloat16 on the CPU (`kernels/cpu/hstu_attention.cpp`, float32 inside); PyTorch for
+everything else, and where there is no compiler; the formula itself in float64.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def jagged_hstu_attention(
 
     Raises:
         ValueError: if shapes or dtypes contradict each other.
-        ConfigurationError: `backend` or `mask` is unknown, or `backend` is `cpp` and the inputs are not float32 on the CPU
-            or the mask is not causal.
+        ConfigurationError: `backend` or `mask` is unknown, or `backend` is `cpp` and the inputs are neither float32
+            nor bfloat16 on the CPU, or the mask is not causal.
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
     check_backend(OPERATOR, backend)

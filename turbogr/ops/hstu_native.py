@@ -12,6 +12,9 @@ from turbogr.ops.native import Kernel, check, pointer, rows
 from turbogr.ops.time_buckets import bucket_thresholds
 
 KERNEL = Kernel("hstu_attention")
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of q, k, v, the output and their gradients; the kernel computes in float32."""
+
 OPERATOR = "turbogr::jagged_hstu_attention"
 
 
@@ -31,7 +34,9 @@ class _Problem(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("sequences", "heads", "qk_width", "v_width")),
-        *((name, c_void_p) for name in ("offsets", "q", "k", "v")),
+        ("offsets", c_void_p),
+        ("bfloat16", c_int64),
+        *((name, c_void_p) for name in "qkv"),
         *((f"{name}_{axis}", c_int64) for name in "qkv" for axis in ("row", "head")),
         ("bias", BiasInputs),
         *((name, c_float) for name in ("scale", "alpha")),
@@ -56,7 +61,7 @@ class _Gradients(ctypes.Structure):
 class HSTUKernel:
     """One call's inputs, in the form that the kernel reads; they stay alive as long as this object.
 
-    Args are those of the operator, float32 (the tables: any float dtype) and on the CPU.
+    Args are those of the operator, on the CPU; q, k and v of one of `DTYPES`, the tables of any float dtype.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class HSTUKernel:
             *q.shape[1:],
             v.shape[2],
             pointers[0],
+            q.dtype == torch.bfloat16,
             *(pointer(x) for x in (self.q, self.k, self.v)),
             *(stride for x in (self.q, self.k, self.v) for stride in x.stride()[:2]),
             BiasInputs(*pointers[1:3], 0 if time_bias is None else time_bias.numel(), *pointers[3:], time_unit, time_divisor),
@@ -98,7 +104,7 @@ class HSTUKernel:
         self.position_bias, self.time_bias = position_bias, time_bias
 
     def forward(self) -> Tensor:
-        """float32 [T, H, dv]."""
+        """[T, H, dv] in the dtype of v."""
         out = self.v.new_empty(self.v.shape)
         run = self.library.turbogr_hstu_forward
         run.argtypes, run.restype = [POINTER(_Problem), c_void_p, c_int64, c_int64], c_int
@@ -109,7 +115,7 @@ class HSTUKernel:
         """Gradients of q, k, v and of both tables (empty where there is none), given that of the output [T, H, dv]."""
         gradient = rows(gradient)
         grad_q, grad_k, grad_v = grads = [x.new_empty(x.shape) for x in self.inputs]
-        tables = [self.q.new_empty(0 if x is None else x.numel()) for x in (self.position_bias, self.time_bias)]
+        tables = [torch.empty(0 if x is None else x.numel()) for x in (self.position_bias, self.time_bias)]
         run = self.library.turbogr_hstu_backward
         run.argtypes, run.restype = [POINTER(_Problem), POINTER(_Gradients)], c_int
         gradients = _Gradients(
@@ -123,7 +129,7 @@ class HSTUKernel:
         )
         check(run(self.problem, gradients), OPERATOR)
         position, time = (
-            x if table is None else x.to(table.dtype)
+            x.to(self.q.dtype if table is None else table.dtype)
             for x, table in zip(tables, (self.position_bias, self.time_bias), strict=True)
         )
         return grad_q, grad_k, grad_v, position, time
