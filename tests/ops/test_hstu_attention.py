@@ -285,7 +285,7 @@ def test_wrong_inputs_are_named(change, message):
 def test_backend_cpp_refuses_what_it_cannot_compute():
     tensors, offsets, queries, keys = inputs_of([4])
     operator, _ = pair(offsets, queries, keys, backend="cpp")
-    with pytest.raises(ConfigurationError, match=r"computes float32 on the CPU, got torch.float64 on cpu"):
+    with pytest.raises(ConfigurationError, match=r"computes float32 or bfloat16 on the CPU, got torch.float64 on cpu"):
         operator(*tensors)
 
 
