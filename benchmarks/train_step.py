@@ -192,7 +192,7 @@ def main() -> int:
     keep_freed_memory()
     report = Report("train_step", arguments.quick)
     for shape, folder in ((SHORT, arguments.data_short), (LONG, arguments.data_long)):
-        count = 3 if arguments.quick else shape.rounds
+        count = 2 if arguments.quick else shape.rounds
         source = partial(synthetic_batches, shape.lengths) if folder is None else partial(real_batches, folder)
         batches, num_items = source(shape.users, shape.max_length, count)
         for model in ("HSTU",) if arguments.quick else arguments.models:
