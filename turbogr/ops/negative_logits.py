@@ -126,10 +126,11 @@ def row_sums(weights: Tensor, output: Tensor, index: Tensor, num_rows: int) -> T
     # One bag of tokens a row. Narrow integers are sorted in half the time.
     flat = index.flatten()
     order = (flat.int() if num_rows <= torch.iinfo(torch.int32).max else flat).argsort(stable=True)
-    ends = torch.bincount(flat, minlength=num_rows).cumsum(0)
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    offsets = flat.new_zeros(num_rows + 1)
+    torch.cumsum(torch.bincount(flat, minlength=num_rows), 0, out=offsets[1:])
     weight = weights.flatten().index_select(0, order)
-    return F.embedding_bag(order // index.shape[1], output, starts, mode="sum", per_sample_weights=weight)
+    tokens = order.div_(index.shape[1], rounding_mode="floor")
+    return F.embedding_bag(tokens, output, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)
 
 
 def _dense(num_rows: int, index: Tensor) -> bool:
