@@ -3,17 +3,21 @@
 The baseline pads every sequence to the batch's longest, builds the [B, N, N] bias from positions and bucketed times and the
 [B, H, N, N] scores, as the public research code does. All three see the same inputs; their outputs and gradients must agree
 before anything is timed. Calls are interleaved and the ratio is the median over the rounds; with one thread, process time is
-counted, so that neighbours on the machine disturb little. All sides run with freed memory kept by the process: with glibc's
-defaults the padded tensors are given back and faulted in again at every step, which would flatter us. Peak memory counts
-PyTorch's allocations; the kernel's own scratch, at most the queries, keys, values and their gradients of 4,096 tokens (or one
-longer sequence) a thread, is not among them.
+counted, so that neighbours on the machine disturb little, but for the comparison of one thread with two, which takes the wall
+clock and a quiet machine. Shares of the sgemm rate count 14 flops for each element of a head's width and each pair of a token
+with itself or an earlier one, and nothing else: not the sigmoids, the bias, or what a tile computes beyond the diagonal. All
+sides run with freed memory kept by the process: with glibc's defaults the padded tensors are given back and faulted in again
+at every step, which would flatter us. Peak memory counts PyTorch's allocations; the kernel's own scratch, at most the queries,
+keys, values and their gradients of 8,192 tokens (or one longer sequence) a thread, is not among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +62,14 @@ SHAPES = [
     Shape("16 sequences, 2 heads of 64", 16, LONG, 2, 64, 2, 20.0, 0.5),
     Shape("16 sequences, 4 heads of 32", 16, LONG, 4, 32, 1, 50.0, 0.5),
 ]
+
+LONGEST = [
+    Shape("2 sequences of 2,000-4,000, 4 heads of 32", 2, (3000.0, 0.2, 2000, 4000), 4, 32, 3, 0.9, None),
+    Shape("2 sequences of 2,000-4,000, 2 heads of 64", 2, (3000.0, 0.2, 2000, 4000), 2, 64, 3, 0.9, None),
+    Shape("2 sequences of 2,000-4,000, 1 head of 128", 2, (3000.0, 0.2, 2000, 4000), 1, 128, 3, 0.9, None),
+]
+"""Sequences so long that their edges do not count; `floor` is the promised share of the sgemm rate. The padded baseline would
+take seconds and gigabytes, so the PyTorch implementation is what the kernel is compared with."""
 
 
 @dataclass(frozen=True)
@@ -155,22 +167,27 @@ def ours(backend: Backend) -> Attention:
     return attention
 
 
-def check_agreement(shape: Shape, problem: Problem, sides: dict[str, Attention]) -> None:
+def gigaflops(shape: Shape, problem: Problem) -> float:
+    """Useful work of a step: two products forward, five backward."""
+    return 14 * shape.width * shape.heads * problem.pairs / 1e9
+
+
+def check_agreement(shape: Shape, problem: Problem, sides: dict[str, Attention], baseline: Attention) -> None:
     """Compares outputs and gradients with the baseline's.
 
-    The baseline's float32 logarithm puts a gap that touches a threshold into the neighbouring bucket, which changes a token's
-    whole row of numbers: a few elements in a thousand may differ.
+    The padded baseline's float32 logarithm puts a gap that touches a threshold into the neighbouring bucket, which changes a
+    token's whole row of numbers: a few elements in a thousand may differ.
 
     Raises:
         SystemExit: if more do.
     """
-    expected = problem.step(padded)
+    expected = problem.step(baseline)
     for name, side in sides.items():
         for what, a, b in zip(("out", "q", "k", "v", "position", "time"), problem.step(side), expected, strict=True):
             share = float(((a - b).abs() > 1e-4 * b.abs().max()).float().mean())
             # Two buckets of a small table change where one gap changes sides.
             if share > (4 / b.numel() if b.dim() == 1 else 2e-3):
-                raise SystemExit(f"{shape.name}: {what} of {name}: {share:.1%} of it differs from the padded baseline")
+                raise SystemExit(f"{shape.name}: {what} of {name}: {share:.1%} of it differs from the baseline")
 
 
 def measure(report: Report, shape: Shape, rounds: int) -> None:
@@ -179,7 +196,7 @@ def measure(report: Report, shape: Shape, rounds: int) -> None:
     sides: dict[str, Attention] = {"torch": ours("torch")}
     if KERNEL.library() is not None:
         sides = {"cpp": ours("cpp"), **sides}
-    check_agreement(shape, problem, sides)
+    check_agreement(shape, problem, sides, padded)
     everyone: dict[str, Attention] = {**sides, "padded": padded}
     seconds: dict[str, list[float]] = {name: [] for name in everyone}
     rates = []
@@ -197,8 +214,7 @@ def measure(report: Report, shape: Shape, rounds: int) -> None:
     if "cpp" in sides:
         ratio = statistics.median(b / a for a, b in zip(seconds["cpp"], seconds["torch"], strict=True))
         report.add(f"{name}: cpp over torch", ratio, "x", baseline=1.0, at_least=1.0)
-        useful = 14 * shape.width * shape.heads * problem.pairs / 1e9  # 2 products forward, 5 backward
-        share = statistics.median(useful / s / rate for s, rate in zip(seconds["cpp"], rates, strict=True))
+        share = statistics.median(gigaflops(shape, problem) / s / rate for s, rate in zip(seconds["cpp"], rates, strict=True))
         report.add(f"{name}: cpp, share of the sgemm rate", share, "x")
         report.add(f"{name}: cpp, time", 1e3 * statistics.median(seconds["cpp"]), "ms")
     baseline = allocations(partial(problem.step, padded))[1] / 2**20
@@ -206,6 +222,34 @@ def measure(report: Report, shape: Shape, rounds: int) -> None:
         peak = allocations(partial(problem.step, attention))[1] / 2**20
         bound = 0.05 * baseline if problem.longest >= 300 and side == "cpp" else None
         report.add(f"{name}: {side}, peak memory", peak, "MiB", baseline=baseline, at_most=bound)
+
+
+def measure_longest(report: Report, shape: Shape, rounds: int) -> None:
+    """Adds the share of the sgemm rate at one shape of `LONGEST`."""
+    problem = Problem.of(shape)
+    check_agreement(shape, problem, {"cpp": ours("cpp")}, ours("torch"))
+    shares, work = [], gigaflops(shape, problem)
+    for _ in range(rounds):
+        rate = sgemm_rate()
+        shares.append(work / per_call(partial(problem.step, ours("cpp"))) / rate)
+    report.add(f"{shape.name}: cpp, share of the sgemm rate", statistics.median(shares), "x", at_least=shape.floor)
+
+
+def measure_threads(report: Report, shape: Shape, rounds: int) -> None:
+    """Adds the speed of two threads over one at one shape."""
+    problem = Problem.of(shape)
+    threads = torch.get_num_threads()
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(4 * rounds):
+        for count, times in seconds.items():
+            torch.set_num_threads(count)
+            problem.step(ours("cpp"))
+            start = time.perf_counter()
+            problem.step(ours("cpp"))
+            times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    ratio = statistics.median(b / a for a, b in zip(seconds[2], seconds[1], strict=True))
+    report.add(f"{shape.name}: cpp, 2 threads over 1", ratio, "x", baseline=1.0, at_least=1.6)
 
 
 def main() -> int:
@@ -216,8 +260,16 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     report = Report("attention", arguments.quick)
+    rounds = 3 if arguments.quick else 9
     for shape in SHAPES:
-        measure(report, shape, 3 if arguments.quick else 9)
+        measure(report, shape, rounds)
+    if KERNEL.library() is not None:
+        for shape in LONGEST:
+            measure_longest(report, shape, rounds)
+        if len(os.sched_getaffinity(0)) > 1:
+            measure_threads(report, SHAPES[-1], rounds)
+        else:
+            report.note("one processor only: threads are not compared")
     report.note(f"{torch.get_num_threads()} threads, torch {torch.__version__}, fp32, sgemm {sgemm_rate():.0f} GFLOP/s")
     report.note(f"cpp: {', '.join(KERNEL.choice())}")
     return report.finish(arguments.json)
