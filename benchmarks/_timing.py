@@ -13,7 +13,7 @@ def keep_freed_memory() -> None:
     """One allocator setting for every side (glibc only: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-1, 2**31 - 1)
+        mallopt(-1, -1)  # never trimmed
         mallopt(-3, 2**31 - 1)
 
 
