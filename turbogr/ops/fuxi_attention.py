@@ -106,6 +106,8 @@ def jagged_fuxi_attention(
         _check_time(time_bias, time_function, time_unit, time_divisor)
     if backend == "reference":
         check_values(OPERATOR, offsets, q.shape[0], position_bias)
+        if time_function is not None:
+            _check_function(*time_function[1:])
         return jagged_fuxi_attention_reference(
             q,
             k,
@@ -185,11 +187,15 @@ def _check_time(
     if len(time_function) != 3 or any(x.numel() != 1 or not x.is_floating_point() for x in time_function):
         found = ", ".join(f"{x.dtype} {list(x.shape)}" for x in time_function)
         raise ValueError(f"{OPERATOR}: time_function is amplitude, decay and exponent, one float each; got {found}")
+
+
+def _check_function(decay: Tensor, exponent: Tensor) -> None:
+    """Checks the values of a time function; inside the operator, so that fake tensors pass."""
     # Read on the host only: a device would have to be waited for. A NaN passes, and shows in the output.
-    if time_function[1].device.type == "cpu":
-        decay, exponent = (float(x.detach()) for x in time_function[1:])
-        if decay <= 0 or decay > 1 or exponent <= 0:
-            raise ValueError(f"{OPERATOR}: decay must lie in (0, 1] and exponent be positive; got {decay} and {exponent}")
+    if decay.device.type == "cpu":
+        found = float(decay.detach()), float(exponent.detach())
+        if found[0] <= 0 or found[0] > 1 or found[1] <= 0:
+            raise ValueError(f"{OPERATOR}: decay must lie in (0, 1] and exponent be positive; got {found[0]} and {found[1]}")
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=())
@@ -211,6 +217,8 @@ def _fuxi_attention(
     backend: str = "auto",
 ) -> Tensor:
     check_values(OPERATOR, offsets, q.shape[0], position_bias)
+    if functional and time_parameters is not None:
+        _check_function(*time_parameters[1:])
     library = kernel_for(KERNEL, OPERATOR, backend, q)
     options = (scale, alpha, time_unit, time_divisor, functional)
     inputs = (q, k, v, offsets, position_bias, time_parameters, query_times, key_times, *options)
