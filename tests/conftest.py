@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import turbogr  # noqa: F401  (before torch: see its OMP_WAIT_POLICY)
+import turbogr  # noqa: F401  (before torch: see its OpenMP settings)
 
 
 @pytest.fixture(scope="session")
