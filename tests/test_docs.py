@@ -1,4 +1,4 @@
-"""The examples of docs/kernels.md are written to files and run: an operator and a mask of a user's own."""
+"""The examples of docs/kernels.md are written to files and run: an operator and a mask of a user's own, and its recipe."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.make import write_prepared
 from tests.ops.jagged_cases import offsets_of
 from turbogr.ops.hstu_attention import jagged_hstu_attention
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"^```(?:python|cpp)\n(?:#|//) (\S+)\n.*?^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(?:python|cpp|yaml)\n(?:#|//) (\S+)\n.*?^```$", re.MULTILINE | re.DOTALL)
 LENGTHS = [3, 0, 1, 64, 2]
 
 
@@ -45,8 +46,14 @@ def operator(examples):
 
 
 def test_all_files_of_the_examples_are_there(examples):
-    files = {str(file.relative_to(examples)) for file in examples.rglob("*") if file.suffix in (".py", ".cpp")}
-    assert files == {"my_operators/__init__.py", "my_operators/jagged_mean.py", "my_operators/jagged_mean.cpp", "my_masks.py"}
+    files = {str(file.relative_to(examples)) for file in examples.rglob("*") if file.suffix in (".py", ".cpp", ".yaml")}
+    assert files == {
+        "my_operators/__init__.py",
+        "my_operators/jagged_mean.py",
+        "my_operators/jagged_mean.cpp",
+        "my_masks.py",
+        "windowed.yaml",
+    }
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
@@ -73,24 +80,23 @@ def test_own_operator_fits_in_with_pytorch(operator):
         operator.jagged_mean(x, offsets + 1)
 
 
+def turbogr(*args, path, cwd, **environment):
+    """A command in a process of its own, with these folders on the path of modules."""
+    return subprocess.run(
+        [sys.executable, "-m", "turbogr", *args],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, CHECKOUT])), **environment},
+        check=False,
+        cwd=cwd,
+    )
+
+
 @pytest.mark.parametrize("compiler", ["g++", "no-such-compiler"])
 def test_the_doctor_shows_the_own_operator(examples, compiler):
     if compiler == "g++" and shutil.which(compiler) is None:
         pytest.skip("no g++ on the path")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(examples), str(CHECKOUT)]),
-        "COLUMNS": "300",
-        "CXX": compiler,
-    }
-    run = subprocess.run(
-        [sys.executable, "-m", "turbogr", "doctor", "--compile", "--import", "my_operators"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-        cwd="/",
-    )
+    run = turbogr("doctor", "--compile", "--import", "my_operators", path=[examples], cwd="/", COLUMNS="300", CXX=compiler)
     assert run.returncode == 0, run.stdout + run.stderr
     line = next(line for line in run.stdout.splitlines() if "mine::jagged_mean" in line)
     assert ("compiled with" if compiler == "g++" else "CXX names no-such-compiler") in line
@@ -108,3 +114,25 @@ def test_own_mask_is_found_by_its_import_path():
     torch.testing.assert_close(windowed, reference)
     torch.testing.assert_close(windowed[:100], causal[:100])
     assert not torch.allclose(windowed[100:150], causal[100:150]), "negative control: the mask forbids something"
+
+
+def test_a_recipe_names_the_own_mask(examples, tmp_path):
+    prepared = write_prepared(tmp_path / "prepared", num_users=12, num_items=210, min_len=115, max_len=130)
+    small = ["--data.num_workers=0", "--data.batch_size=4", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
+    fit = ["fit", "-c", "movielens-100k/sasrec.yaml", f"--data.path={prepared}", *small]
+    windowed = ["-c", str(examples / "windowed.yaml"), "--trainer.default_root_dir=windowed"]
+    runs = [
+        turbogr(*fit, "--trainer.default_root_dir=causal", path=[], cwd=tmp_path),
+        turbogr(*fit, *windowed, path=[examples], cwd=tmp_path),
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs
+    causal, masked = (
+        torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=True) for run in ("causal", "windowed")
+    )
+    assert "mask: my_masks.window" in masked["turbogr_config"]
+    query = "backbone.blocks.0.query.weight"
+    assert not torch.equal(causal["state_dict"][query], masked["state_dict"][query]), "the mask has been at work"
+    unknown = turbogr(*fit, *windowed, "--overwrite", path=[], cwd=tmp_path)
+    assert unknown.returncode == 1
+    message = "turbogr fit: error: SASRec: mask 'my_masks.window' cannot be imported: No module named 'my_masks'"
+    assert unknown.stderr.splitlines()[-1] == message

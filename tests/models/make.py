@@ -8,6 +8,19 @@ import torch
 
 from turbogr.batch import JaggedBatch
 
+WINDOW = "tests.models.make.window"
+
+
+def window(query_position: torch.Tensor, key_position: torch.Tensor) -> torch.Tensor:
+    """A mask of a user's own: each token attends to itself and the two before it."""
+    return query_position - key_position < 3
+
+
+def allowed(mask: str, length: int) -> torch.Tensor:
+    """bool [length, length], who attends to whom under "causal" or `WINDOW`."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+    return (distance >= 0) & (distance < (3 if mask == WINDOW else length))
+
 
 def random_batch(
     lengths: Sequence[int], num_items: int = 40, negatives: int | None = 6, max_length: int = 32, seed: int = 0

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.models.make import random_batch
+from tests.models.make import WINDOW, allowed, random_batch
 from turbogr.errors import ConfigurationError
 from turbogr.models.bias import RelativeBias, TimeBuckets
+from turbogr.models.fuxi import FuXi
 from turbogr.models.hstu import HSTU
 from turbogr.models.sasrec import SASRec
 
@@ -41,7 +42,7 @@ def dense_hstu(backbone: HSTU, tokens, batch, start, end):
         heads_out = []
         for h in range(heads):
             score = q[:, h * dqk : (h + 1) * dqk] @ k[:, h * dqk : (h + 1) * dqk].T + bias
-            weight = score * torch.sigmoid(score) / block.max_length * (row >= column)
+            weight = score * torch.sigmoid(score) / block.max_length * allowed(backbone.mask, n)
             heads_out.append(weight @ v[:, h * dv : (h + 1) * dv])
         attended = torch.cat(heads_out, 1)
         x = x + (u * layer_norm(attended, 1e-6)) @ block.out.weight.T + block.out.bias
@@ -51,7 +52,7 @@ def dense_hstu(backbone: HSTU, tokens, batch, start, end):
 def dense_sasrec(backbone: SASRec, tokens, batch, start, end):
     x = dense_input(backbone, tokens[start:end])
     n = end - start
-    forbidden = torch.arange(n)[:, None] < torch.arange(n)[None]
+    forbidden = ~allowed(backbone.mask, n)
     for block in backbone.blocks:
         dim = x.shape[1] // block.num_heads
         normed = layer_norm(x, 1e-8)
@@ -73,7 +74,9 @@ BACKBONES = {
         lambda: HSTU(dim=8, num_blocks=1, max_length=32, dropout=0.0, time=TimeBuckets(12, 0.7, 60.0)),
         dense_hstu,
     ),
+    "hstu windowed": (lambda: HSTU(dim=8, num_heads=2, max_length=32, dropout=0.0, mask=WINDOW), dense_hstu),
     "sasrec": (lambda: SASRec(dim=8, num_blocks=2, num_heads=2, ffn_dim=11, max_length=32, dropout=0.0), dense_sasrec),
+    "sasrec windowed": (lambda: SASRec(dim=8, num_heads=2, max_length=32, dropout=0.0, mask=WINDOW), dense_sasrec),
 }
 
 
@@ -101,13 +104,26 @@ def test_equals_the_dense_formulation(name):
 @pytest.mark.parametrize("name", BACKBONES)
 def test_outputs_depend_on_the_own_past_only(name):
     torch.manual_seed(0)
-    backbone = BACKBONES[name][0]()
+    backbone = BACKBONES[name][0]().double()
     batch = random_batch([6, 5])
-    tokens = torch.randn(11, 8)
+    tokens = torch.randn(11, 8, dtype=torch.float64)
     before = backbone(tokens, batch)
-    tokens[2] = torch.randn(8)  # a constant shift would vanish in the layer norm
+    tokens[2] = torch.randn(8, dtype=torch.float64)  # a constant shift would vanish in the layer norm
     changed = (backbone(tokens, batch) - before).abs().sum(1) > 0
     assert changed.tolist() == [False] * 2 + [True] * 4 + [False] * 5
+
+
+@pytest.mark.parametrize("backbone", [HSTU, SASRec, FuXi])
+def test_a_mask_narrows_what_outputs_depend_on(backbone):
+    torch.manual_seed(0)
+    batch, tokens = random_batch([9]), torch.randn(9, 8)
+    for mask, last in (("causal", 9), (WINDOW, 5)):
+        for rematerialise in (False, True):
+            model = backbone(dim=8, num_blocks=1, max_length=32, dropout=0.0, mask=mask, rematerialise=rematerialise)
+            before, other = model(tokens, batch), tokens.clone()
+            other[2] = torch.randn(8)
+            changed = (model(other, batch) - before).abs().sum(1) > 0
+            assert changed.tolist() == [2 <= row < last for row in range(9)]
 
 
 def test_a_history_gives_the_same_output_in_any_batch():
@@ -173,6 +189,10 @@ def test_the_position_table_is_read_by_distance():
         (lambda: HSTU(qk_dim=-1), "HSTU: qk_dim must be at least 1"),
         (lambda: SASRec(ffn_dim=0), "SASRec: ffn_dim must be at least 1"),
         (lambda: HSTU(dropout=1.0), r"dropout must lie in \[0, 1\), got 1.0"),
+        (lambda: HSTU(mask="windowed"), "HSTU: there is no mask 'windowed'; known are causal"),
+        (lambda: SASRec(mask="no_such_masks.window"), "SASRec: mask 'no_such_masks.window' cannot be imported"),
+        (lambda: FuXi(mask=WINDOW + "s"), "FuXi: mask 'tests.models.make.windows': module tests.models.make has no function"),
+        (lambda: HSTU(mask=WINDOW, backend="cpp"), "HSTU: backend cpp computes mask causal only"),
         (lambda: TimeBuckets(divisor=0.0), "count, divisor and unit must be positive"),
         (lambda: HSTU(max_length=8)(torch.zeros(3, 50), random_batch([3])), "built for histories of 8 tokens"),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.models.make import random_batch
+from tests.models.make import WINDOW, allowed, random_batch
 from tests.models.test_bias import gaps_of
 from turbogr.batch import JaggedBatch
 from turbogr.errors import ConfigurationError
@@ -50,7 +50,7 @@ def dense_fuxi(backbone: FuXi, tokens, batch, start, end):
     x = tokens[start:end] * backbone.dim**0.5 + backbone.positions[: end - start]
     n = end - start
     row, column = torch.arange(n)[:, None], torch.arange(n)[None]
-    causal = row >= column
+    causal = allowed(backbone.mask, n)
     for index, block in enumerate(backbone.blocks):
         heads, dqk, dv = block.num_heads, block.qk_dim, block.v_dim
         projected = rms_norm(x) @ block.uvqk
@@ -80,6 +80,7 @@ BACKBONES = {
     "functional": lambda: small(qk_dim=3, v_dim=5, time_encoder=FunctionalTime(SPAN)),
     "functional of both events": lambda: small(num_heads=1, time_encoder=FunctionalTime(SPAN, 0.8, "event")),
     "bucketed": lambda: small(qk_dim=3, v_dim=5, time_encoder=BucketedTime()),
+    "windowed": lambda: small(time_encoder=FunctionalTime(SPAN), mask=WINDOW),
     "bucketed in minutes": lambda: small(ffn_multiplier=4, time_encoder=BucketedTime(TimeBuckets(12, 0.7, 60.0))),
 }
 

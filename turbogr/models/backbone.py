@@ -14,6 +14,7 @@ from turbogr.errors import ConfigurationError
 from turbogr.ops.add_positions import jagged_add_positions
 from turbogr.ops.backend import Backend, check_backend
 from turbogr.ops.dropout import Dropout
+from turbogr.ops.masks import CAUSAL, backend_for_mask
 
 KEPT = frozenset(
     {
@@ -43,22 +44,31 @@ class Backbone(nn.Module):
         rematerialise: keep only the results of matrix products and attention for backward, and compute norms, activations,
             gates and dropout again there. Same gradients; HSTU's blocks keep 0.6 of the memory, FuXi's 0.55, SASRec's 0.8,
             and a step takes a tenth longer.
+        mask: who attends to whom: causal, or the name or import path of a mask that forbids more (`turbogr.ops.masks`), which
+            PyTorch computes.
 
     Raises:
-        ConfigurationError: if an option is out of range.
+        ConfigurationError: if an option is out of range, the mask is unknown, or `backend` is cpp and the mask not causal.
     """
 
     def __init__(
-        self, dim: int, max_length: int, dropout: float, backend: Backend = "auto", rematerialise: bool = False
+        self,
+        dim: int,
+        max_length: int,
+        dropout: float,
+        backend: Backend = "auto",
+        rematerialise: bool = False,
+        mask: str = CAUSAL,
     ) -> None:
         super().__init__()
         positive(self, dim=dim, max_length=max_length)
         check_backend(type(self).__name__, backend)
+        backend_for_mask(type(self).__name__, backend, mask)  # a wrong one shows here, not after the data was read
         if not 0.0 <= dropout < 1.0:
             raise ConfigurationError(f"{type(self).__name__}: dropout must lie in [0, 1), got {dropout}")
         self.dim, self.max_length = dim, max_length
         self.backend: Backend = backend
-        self.rematerialise = rematerialise
+        self.rematerialise, self.mask = rematerialise, mask
         std = dim**-0.5
         self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(max_length, dim), std=std, a=-2 * std, b=2 * std))
         self.dropout = Dropout(dropout, backend)

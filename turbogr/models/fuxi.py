@@ -14,6 +14,7 @@ from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import Dropout
 from turbogr.ops.fuxi_attention import TimeChannel, jagged_fuxi_attention
 from turbogr.ops.gated_norm import gated_norm, unit_norm
+from turbogr.ops.masks import CAUSAL
 from turbogr.ops.silu_split import silu_split
 
 EPS = 1e-6
@@ -39,6 +40,7 @@ class FuXiBlock(nn.Module):
         max_length: n.
         dropout: on the gated attention output and on the feed-forward network's input.
         backend: implementation of the operators.
+        mask: who attends to whom.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class FuXiBlock(nn.Module):
         max_length: int,
         dropout: float,
         backend: Backend = "auto",
+        mask: str = CAUSAL,
     ) -> None:
         super().__init__()
         self.backend: Backend = backend
+        self.mask = mask
         self.num_heads, self.qk_dim, self.v_dim, self.max_length = num_heads, qk_dim, v_dim, max_length
         self.sizes = [3 * num_heads * v_dim, num_heads * v_dim, num_heads * qk_dim, num_heads * qk_dim]
         self.uvqk = nn.Parameter(torch.empty(dim, sum(self.sizes)).normal_(std=0.02))
@@ -75,6 +79,7 @@ class FuXiBlock(nn.Module):
             batch.offsets,
             scale=1 / self.max_length,
             position_bias=self.bias.by_distance(),
+            mask=self.mask,
             backend=self.backend,
             **time,
         ).flatten(1)
@@ -103,6 +108,7 @@ class FuXi(Backbone):
             data's times; None is FunctionalTime for times in seconds.
         backend: implementation of the operators, see Backbone.
         rematerialise: less memory for more time, see Backbone.
+        mask: who attends to whom, see Backbone.
 
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads where widths are derived from it.
@@ -121,14 +127,15 @@ class FuXi(Backbone):
         time_encoder: TimeEncoder | None = None,
         backend: Backend = "auto",
         rematerialise: bool = False,
+        mask: str = CAUSAL,
     ) -> None:
-        super().__init__(dim, max_length, dropout, backend, rematerialise)
+        super().__init__(dim, max_length, dropout, backend, rematerialise, mask)
         positive(self, num_blocks=num_blocks, num_heads=num_heads, ffn_multiplier=ffn_multiplier)
         qk_dim = head_width(self, dim, num_heads) if qk_dim is None else qk_dim
         v_dim = head_width(self, dim, num_heads) if v_dim is None else v_dim
         positive(self, qk_dim=qk_dim, v_dim=v_dim)
         self.blocks = nn.ModuleList(
-            FuXiBlock(dim, num_heads, qk_dim, v_dim, ffn_multiplier * dim, max_length, dropout, backend)
+            FuXiBlock(dim, num_heads, qk_dim, v_dim, ffn_multiplier * dim, max_length, dropout, backend, mask)
             for _ in range(num_blocks)
         )
         self.time_encoder: TimeEncoder = FunctionalTime() if time_encoder is None else time_encoder

@@ -12,6 +12,7 @@ from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import Dropout
 from turbogr.ops.gated_norm import gated_norm, unit_norm
 from turbogr.ops.hstu_attention import jagged_hstu_attention
+from turbogr.ops.masks import CAUSAL
 from turbogr.ops.silu_split import silu_split
 
 EPS = 1e-6
@@ -35,6 +36,7 @@ class HSTUBlock(nn.Module):
         dropout: on the gated attention output.
         time: buckets of the time bias, or None for position bias alone.
         backend: implementation of the operators.
+        mask: who attends to whom.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class HSTUBlock(nn.Module):
         dropout: float,
         time: TimeBuckets | None,
         backend: Backend = "auto",
+        mask: str = CAUSAL,
     ) -> None:
         super().__init__()
         self.backend: Backend = backend
+        self.mask = mask
         self.num_heads, self.qk_dim, self.v_dim, self.max_length = num_heads, qk_dim, v_dim, max_length
         self.sizes = [num_heads * v_dim, num_heads * v_dim, num_heads * qk_dim, num_heads * qk_dim]
         self.uvqk = nn.Parameter(torch.empty(dim, sum(self.sizes)).normal_(std=0.02))
@@ -75,6 +79,7 @@ class HSTUBlock(nn.Module):
             key_times=batch.timestamps,
             time_unit=self.time.unit,
             time_divisor=self.time.divisor,
+            mask=self.mask,
             backend=self.backend,
         ).flatten(1)
         return x + self.out(gated_norm(u, attended, eps=EPS, p=self.dropout.active, backend=self.backend))
@@ -94,6 +99,7 @@ class HSTU(Backbone):
         time: buckets of the time bias, or None for position bias alone.
         backend: implementation of the operators, see Backbone.
         rematerialise: less memory for more time, see Backbone.
+        mask: who attends to whom, see Backbone.
 
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads where widths are derived from it.
@@ -111,14 +117,15 @@ class HSTU(Backbone):
         time: TimeBuckets | None = TimeBuckets(),  # noqa: B008 (frozen)
         backend: Backend = "auto",
         rematerialise: bool = False,
+        mask: str = CAUSAL,
     ) -> None:
-        super().__init__(dim, max_length, dropout, backend, rematerialise)
+        super().__init__(dim, max_length, dropout, backend, rematerialise, mask)
         positive(self, num_blocks=num_blocks, num_heads=num_heads)
         qk_dim = head_width(self, dim, num_heads) if qk_dim is None else qk_dim
         v_dim = head_width(self, dim, num_heads) if v_dim is None else v_dim
         positive(self, qk_dim=qk_dim, v_dim=v_dim)
         self.blocks = nn.ModuleList(
-            HSTUBlock(dim, num_heads, qk_dim, v_dim, max_length, dropout, time, backend) for _ in range(num_blocks)
+            HSTUBlock(dim, num_heads, qk_dim, v_dim, max_length, dropout, time, backend, mask) for _ in range(num_blocks)
         )
 
     def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:

@@ -10,6 +10,7 @@ from turbogr.models.backbone import Backbone, head_width, positive
 from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import Dropout
 from turbogr.ops.gated_norm import unit_norm
+from turbogr.ops.masks import CAUSAL
 from turbogr.ops.softmax_attention import jagged_softmax_attention
 
 EPS = 1e-8
@@ -29,11 +30,14 @@ class SASRecBlock(nn.Module):
         ffn_dim: F.
         dropout: in the feed-forward network.
         backend: implementation of the operators.
+        mask: who attends to whom.
     """
 
-    def __init__(self, dim: int, num_heads: int, ffn_dim: int, dropout: float, backend: Backend = "auto") -> None:
+    def __init__(
+        self, dim: int, num_heads: int, ffn_dim: int, dropout: float, backend: Backend = "auto", mask: str = CAUSAL
+    ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.mask = num_heads, mask
         self.backend: Backend = backend
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.expand, self.contract = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
@@ -49,7 +53,9 @@ class SASRecBlock(nn.Module):
             project(source).unflatten(1, (self.num_heads, -1))
             for project, source in ((self.query, normed), (self.key, x), (self.value, x))
         )
-        attended = jagged_softmax_attention(q, k, v, batch.offsets, scale=q.shape[-1] ** -0.5, backend=self.backend)
+        attended = jagged_softmax_attention(
+            q, k, v, batch.offsets, scale=q.shape[-1] ** -0.5, mask=self.mask, backend=self.backend
+        )
         h = unit_norm(normed + self.out(attended.flatten(1)), eps=EPS, backend=self.backend)
         hidden = self.dropout(F.relu(self.expand(h)))
         return h + self.dropout(self.contract(hidden))
@@ -67,6 +73,7 @@ class SASRec(Backbone):
         dropout: on the input and in the feed-forward networks.
         backend: implementation of the operators, see Backbone.
         rematerialise: less memory for more time, see Backbone.
+        mask: who attends to whom, see Backbone.
 
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads.
@@ -82,12 +89,13 @@ class SASRec(Backbone):
         dropout: float = 0.2,
         backend: Backend = "auto",
         rematerialise: bool = False,
+        mask: str = CAUSAL,
     ) -> None:
-        super().__init__(dim, max_length, dropout, backend, rematerialise)
+        super().__init__(dim, max_length, dropout, backend, rematerialise, mask)
         ffn_dim = dim if ffn_dim is None else ffn_dim
         positive(self, num_blocks=num_blocks, num_heads=num_heads, ffn_dim=ffn_dim)
         head_width(self, dim, num_heads)
-        self.blocks = nn.ModuleList(SASRecBlock(dim, num_heads, ffn_dim, dropout, backend) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(SASRecBlock(dim, num_heads, ffn_dim, dropout, backend, mask) for _ in range(num_blocks))
 
     def encode(self, x: Tensor, batch: JaggedBatch) -> Tensor:
         """The blocks: float [T, D] to float [T, D]."""
