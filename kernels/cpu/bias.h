@@ -71,7 +71,7 @@ class TileBias {
         times_.prepare_ranges(tables_.buckets, tile, ranges_);
         for (int64_t i = 0; i < tile.rows; i++) {
             if (!one_bucket(i)) {
-                times_.buckets_of_row(tables_.buckets, tile.first_row + i, tile.first_column, tile.limit(i), ids_ + i * TILE);
+                times_.buckets_of_row(tables_.buckets, tile.first_row + i, tile.first_column, tile.limit(i), ranges_[i], ids_ + i * TILE);
                 look_up(i);
             } else if (apart_) {
                 fill(i, [&](int64_t) { return broadcast(tables_.times[ranges_[i].low]); });

@@ -48,10 +48,7 @@ static inline void register_block(
     int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
 ) {
     Vector sums[ROWS * VECTORS];
-    if (add)
-        unrolled<ROWS * VECTORS>([&](auto x) { sums[x] = load(c + x / VECTORS * c_stride + x % VECTORS * LANES); });
-    else
-        unrolled<ROWS * VECTORS>([&](auto x) { sums[x] = Vector{}; });
+    unrolled<ROWS * VECTORS>([&](auto x) { sums[x] = Vector{}; });
     for (int64_t k = 0; k < inner; k++) {
         Vector row[VECTORS];
         unrolled<VECTORS>([&](auto v) { row[v] = load(b + k * b_stride + v * LANES); });
@@ -60,7 +57,11 @@ static inline void register_block(
             unrolled<VECTORS>([&](auto v) { sums[m * VECTORS + v] += factor * row[v]; });
         });
     }
-    unrolled<ROWS * VECTORS>([&](auto x) { store(c + x / VECTORS * c_stride + x % VECTORS * LANES, sums[x]); });
+    // Added at the end, what is there need not have arrived before the products can begin.
+    unrolled<ROWS * VECTORS>([&](auto x) {
+        float* to = c + x / VECTORS * c_stride + x % VECTORS * LANES;
+        store(to, add ? load(to) + sums[x] : sums[x]);
+    });
 }
 
 // One panel of ROWS rows, `vectors` vectors wide.

@@ -50,6 +50,9 @@ class TimeBuckets {
         return static_cast<int32_t>(first - thresholds_);
     }
 
+    // Of a bucket from 1 on that some gap reaches.
+    int64_t smallest_gap(int32_t bucket) const { return static_cast<int64_t>(thresholds_[bucket - 1]); }
+
     // Buckets of the gaps between `count` times and one other, or with MANY as many others; `ids` has room for whole vectors.
     template <bool MANY>
     void find(const Times& times, const Times& others, bool exact_differences, int64_t count, int32_t* ids) const {
@@ -58,15 +61,11 @@ class TimeBuckets {
             for (int64_t j = 0; j < count; j++) look_up(j);
             return;
         }
-        int32_t doubtful[TILE];
-        Lanes doubts{};
         for (int64_t j = 0; j < count; j += LANES) {
             const Lanes doubt = guess(distances<MANY>(times.relative + j, others.relative + (MANY ? j : 0)), ids + j);
-            store(doubtful + j, doubt);
-            doubts |= doubt;
+            if (__builtin_expect(any(doubt), false))
+                for (int64_t x = j; x < std::min(j + LANES, count); x++) look_up(x);
         }
-        for (int64_t j = 0; any(doubts) && j < count; j++)
-            if (doubtful[j] != 0) look_up(j);
     }
 
   private:
@@ -120,7 +119,21 @@ struct SequenceTimes {
         std::fill_n(from_keys + length, LANES, 0.0);
     }
 
-    void buckets_of_row(const TimeBuckets& buckets, int64_t row, int64_t first, int64_t count, int32_t* ids) const {
+    // Of a row that has the given range.
+    void buckets_of_row(
+        const TimeBuckets& buckets, int64_t row, int64_t first, int64_t count, BucketRange range, int32_t* ids
+    ) const {
+        constexpr int32_t FEW = 4;
+        if (ordered && exact_differences && range.high - range.low <= FEW) {
+            // The later the key, the lower the bucket.
+            const double* from = keys.relative + first;
+            for (int64_t j = 0; j < count; j += LANES) store(ids + j, Lanes{} + range.low);
+            for (int32_t bucket = range.low + 1; bucket <= range.high; bucket++) {
+                const double latest = queries.relative[row] - static_cast<double>(buckets.smallest_gap(bucket));
+                for (int64_t j = 0; j < count; j += LANES) store(ids + j, load(ids + j) - at_most(from + j, latest));
+            }
+            return;
+        }
         buckets.find<false>(keys.from(first), queries.from(row), exact_differences, count, ids);
     }
 

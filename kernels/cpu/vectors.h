@@ -90,6 +90,18 @@ static inline Vector distances(const double* a, const double* b) {
 #endif
 }
 
+// Lane by lane, -1 where a[lane] <= b and 0 elsewhere.
+static inline Lanes at_most(const double* a, double b) {
+#if defined(__AVX512F__)
+    const auto half = [&](int lane) { return _mm512_cmp_pd_mask(_mm512_loadu_pd(a + lane), _mm512_set1_pd(b), _CMP_LE_OQ); };
+    return reinterpret_cast<Lanes>(_mm512_movm_epi32(static_cast<__mmask16>(half(8) << 8 | half(0))));
+#else
+    Lanes x;
+    for (int lane = 0; lane < LANES; lane++) x[lane] = -(a[lane] <= b);
+    return x;
+#endif
+}
+
 static inline bool any(Lanes x) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(x)) != 0;
