@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 from torch.nn import functional as F
 
@@ -140,6 +141,22 @@ def test_operator_is_sound(dtype):
         assert torch.autograd.gradcheck(lambda x, t: _add_positions(x, t, offsets, seed, 2.0, 0.3, "torch"), inputs)
 
 
+def test_fake_tensors_and_a_whole_graph():
+    """No value is read before the operator runs; there, wrong ones are refused as ever."""
+    inputs, offsets = inputs_of([3, 0, 2], 4)
+    with FakeTensorMode() as fake:
+        assert jagged_add_positions(*map(fake.from_tensor, (*inputs, offsets)), p=0.3).shape == (5, 4)
+    compiled = torch.compile(jagged_add_positions, backend="aot_eager", fullgraph=True)
+    close(
+        *(
+            seeded(lambda f=f: run(lambda x, t: f(x, t, offsets, scale=2.0, p=0.3), inputs))
+            for f in (compiled, jagged_add_positions)
+        )
+    )
+    with pytest.raises(ValueError, match="offsets rise from 0 to 5"):
+        compiled(*inputs, offsets + 1)
+
+
 def test_impossible_inputs_are_refused():
     x, table, offsets = torch.ones(3, 4), torch.ones(2, 4), torch.tensor([0, 2, 3])
     assert jagged_add_positions(x, table, offsets).shape == (3, 4)
@@ -153,6 +170,8 @@ def test_impossible_inputs_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             jagged_add_positions(*wrong)
+    with pytest.raises(ValueError, match="table has 2 rows, the longest sequence 3 tokens"):
+        jagged_add_positions(x, table, torch.tensor([0, 3]), backend="reference")
     with pytest.raises(ValueError, match=r"p must lie in \[0, 1\)"):
         jagged_add_positions(x, table, offsets, p=1.0)
     with pytest.raises(ConfigurationError, match="backend must be one of"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from turbogr.ops.add_positions_native import KERNEL, AddPositionsKernel
 from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.dropout import check_columns, check_probability, draw_seed, drop_, dropout_reference, threshold_of
-from turbogr.ops.jagged import check_offsets, longest_of, without_autocast
+from turbogr.ops.jagged import as_offsets, check_values, longest_of, without_autocast
 from turbogr.ops.registry import register_loadable
 
 OPERATOR = "turbogr::jagged_add_positions"
@@ -50,11 +50,10 @@ def jagged_add_positions(
         raise ValueError(f"{OPERATOR}: x is [T, D] and table [P, D]; got {list(x.shape)} and {list(table.shape)}")
     if not (x.is_floating_point() and table.is_floating_point()):
         raise ValueError(f"{OPERATOR}: x and table are of floating dtypes; got {x.dtype} and {table.dtype}")
-    offsets = check_offsets(OPERATOR, offsets, x.shape[0])
-    if longest_of(offsets) > table.shape[0]:
-        raise ValueError(f"{OPERATOR}: table has {table.shape[0]} rows, the longest sequence {longest_of(offsets)} tokens")
+    offsets = as_offsets(OPERATOR, offsets)
     seed = draw_seed() if p else None
     if backend == "reference":
+        _check_values(offsets, x, table)
         seed_value = 0 if seed is None else int(seed)
         return jagged_add_positions_reference(x, table, offsets, scale=scale, p=p, seed=seed_value).to(_dtype(x, table))
     with without_autocast(x):
@@ -67,6 +66,13 @@ def jagged_add_positions_reference(x: Tensor, table: Tensor, offsets: Tensor, *,
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         parts.append(scale * x[start:end].double() + table[: end - start].double())
     return dropout_reference(torch.cat(parts), p, seed) if p else torch.cat(parts)
+
+
+def _check_values(offsets: Tensor, x: Tensor, table: Tensor) -> None:
+    """Inside the operator, so that fake tensors pass its public function."""
+    check_values(OPERATOR, offsets, x.shape[0])
+    if longest_of(offsets) > table.shape[0]:
+        raise ValueError(f"{OPERATOR}: table has {table.shape[0]} rows, the longest sequence {longest_of(offsets)} tokens")
 
 
 def _dtype(x: Tensor, table: Tensor) -> torch.dtype:
@@ -97,6 +103,7 @@ def _positions(offsets: Tensor, tokens: int) -> Tensor:
 def _add_positions(
     x: Tensor, table: Tensor, offsets: Tensor, seed: Tensor | None, scale: float, p: float, backend: str = "auto"
 ) -> Tensor:
+    _check_values(offsets, x, table)
     wide, rows = _wide(x, table), _wide(table, x)
     kernel = _kernel(wide, offsets, seed, scale, p, backend)
     if kernel is not None:

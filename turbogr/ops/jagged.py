@@ -35,7 +35,7 @@ def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Ten
     # Elements are counted in 64 bits everywhere; but PyTorch's matrix products take each of their sizes in 32 bits.
     if max(q.shape[2], v.shape[2]) >= 2**31:
         raise ValueError(f"{operator}: a width of {max(q.shape[2], v.shape[2]):,} is beyond 2^31 - 1")
-    return _as_offsets(operator, offsets)
+    return as_offsets(operator, offsets)
 
 
 def check_values(operator: str, offsets: Tensor, tokens: int, position_bias: Tensor | None = None) -> None:
@@ -66,7 +66,7 @@ def check_offsets(operator: str, offsets: Tensor, tokens: int) -> Tensor:
     Raises:
         ValueError: names the operator and what was found.
     """
-    offsets = _as_offsets(operator, offsets)
+    offsets = as_offsets(operator, offsets)
     check_values(operator, offsets, tokens)
     return offsets
 
@@ -76,7 +76,12 @@ def longest_of(offsets: Tensor) -> int:
     return int(offsets.diff().max()) if offsets.device.type == "cpu" and offsets.numel() > 1 else 0
 
 
-def _as_offsets(operator: str, offsets: Tensor) -> Tensor:
+def as_offsets(operator: str, offsets: Tensor) -> Tensor:
+    """`offsets` as int64; no value is read.
+
+    Raises:
+        ValueError: names the operator and what was found, if shape or dtype are others than int64 or int32 [B + 1].
+    """
     if offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32) or offsets.numel() < 1:
         raise ValueError(f"{operator}: offsets is int64 or int32 [B + 1]; got {offsets.dtype} {list(offsets.shape)}")
     return offsets.long()

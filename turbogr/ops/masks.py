@@ -58,6 +58,7 @@ def known_masks() -> list[str]:
     return sorted([CAUSAL, *_registered])
 
 
+@torch.compiler.assume_constant_result  # checked while it is traced: imports cannot be part of a graph
 def check_mask(owner: str, mask: str) -> None:
     """Raises ConfigurationError, which names `owner` and what is known, if there is no mask of this name or import path."""
     if mask != CAUSAL:
