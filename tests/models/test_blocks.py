@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -27,13 +28,18 @@ def dense_input(backbone, tokens):
     return tokens * backbone.dim**0.5 + backbone.positions[: len(tokens)]
 
 
-def dense_hstu(backbone: HSTU, tokens, batch, start, end):
+def dense_hstu(backbone: HSTU, tokens, batch, start, end, scaled=False):
     x = dense_input(backbone, tokens[start:end])
     n = end - start
     row, column = torch.arange(n)[:, None], torch.arange(n)[None]
+    divisors = {"constant": backbone.max_length, "length": n, "position": row + 1}
     for block in backbone.blocks:
         heads, dqk, dv = block.num_heads, block.qk_dim, block.v_dim
-        u, v, q, k = F.silu(layer_norm(x, 1e-6) @ block.uvqk).split([heads * dv, heads * dv, heads * dqk, heads * dqk], 1)
+        normed = layer_norm(x, 1e-6)
+        if block.input_affine is not None:
+            normed = normed * block.input_affine.weight + block.input_affine.bias
+        projected = normed @ block.uvqk + (0 if block.uvqk_bias is None else block.uvqk_bias)
+        u, v, q, k = F.silu(projected).split([heads * dv, heads * dv, heads * dqk, heads * dqk], 1)
         bias = block.bias.position[(column - row) + block.max_length - 1]
         if block.bias.time is not None:
             gap = (batch.target_times[start:end, None] - batch.timestamps[None, start:end]).abs().double() / block.time.unit
@@ -41,11 +47,14 @@ def dense_hstu(backbone: HSTU, tokens, batch, start, end):
             bias = bias + block.bias.time[bucket.long()]
         heads_out = []
         for h in range(heads):
-            score = q[:, h * dqk : (h + 1) * dqk] @ k[:, h * dqk : (h + 1) * dqk].T + bias
-            weight = score * torch.sigmoid(score) / block.max_length * allowed(backbone.mask, n)
+            score = q[:, h * dqk : (h + 1) * dqk] @ k[:, h * dqk : (h + 1) * dqk].T
+            score = (score / dqk**0.5 if scaled else score) + bias
+            weight = score * torch.sigmoid(score) / divisors[backbone.attention_scale] * allowed(backbone.mask, n)
             heads_out.append(weight @ v[:, h * dv : (h + 1) * dv])
-        attended = torch.cat(heads_out, 1)
-        x = x + (u * layer_norm(attended, 1e-6)) @ block.out.weight.T + block.out.bias
+        normed = layer_norm(torch.cat(heads_out, 1), 1e-6)
+        if block.output_affine is not None:
+            normed = normed * block.output_affine.weight + block.output_affine.bias
+        x = x + (u * normed) @ block.out.weight.T + block.out.bias
     return x
 
 
@@ -67,8 +76,24 @@ def dense_sasrec(backbone: SASRec, tokens, batch, start, end):
     return x
 
 
+def hstu(**options):
+    return HSTU(
+        **{"dim": 8, "num_blocks": 2, "num_heads": 2, "qk_dim": 3, "v_dim": 5, "max_length": 32, "dropout": 0.0, **options}
+    )
+
+
+PRODUCTION = {"affine_norms": True, "uvqk_bias": True, "scaled_scores": True}
 BACKBONES = {
-    "hstu": (lambda: HSTU(dim=8, num_blocks=2, num_heads=2, qk_dim=3, v_dim=5, max_length=32, dropout=0.0), dense_hstu),
+    "hstu": (hstu, dense_hstu),
+    "hstu with affine norms": (lambda: hstu(affine_norms=True), dense_hstu),
+    "hstu with a bias": (lambda: hstu(uvqk_bias=True), dense_hstu),
+    "hstu with scaled scores": (lambda: hstu(scaled_scores=True), partial(dense_hstu, scaled=True)),
+    "hstu over length": (lambda: hstu(attention_scale="length"), dense_hstu),
+    "hstu over position": (lambda: hstu(attention_scale="position"), dense_hstu),
+    "hstu of production": (
+        lambda: hstu(**PRODUCTION, attention_scale="position", mask=WINDOW, rematerialise=True),
+        partial(dense_hstu, scaled=True),
+    ),
     "hstu without time": (lambda: HSTU(dim=8, num_blocks=1, num_heads=1, max_length=32, dropout=0.0, time=None), dense_hstu),
     "hstu in minutes": (
         lambda: HSTU(dim=8, num_blocks=1, max_length=32, dropout=0.0, time=TimeBuckets(12, 0.7, 60.0)),
@@ -98,6 +123,7 @@ def test_equals_the_dense_formulation(name):
     for actual, wanted in zip(
         torch.autograd.grad(out, inputs, weights), torch.autograd.grad(expected, inputs, weights), strict=True
     ):
+        assert wanted.count_nonzero() > 0
         torch.testing.assert_close(actual, wanted, rtol=1e-8, atol=1e-9)
 
 
@@ -111,6 +137,37 @@ def test_outputs_depend_on_the_own_past_only(name):
     tokens[2] = torch.randn(8, dtype=torch.float64)  # a constant shift would vanish in the layer norm
     changed = (backbone(tokens, batch) - before).abs().sum(1) > 0
     assert changed.tolist() == [False] * 2 + [True] * 4 + [False] * 5
+
+
+@pytest.mark.parametrize("option", [*PRODUCTION, "attention_scale"])
+def test_each_option_of_hstu_changes_what_it_computes(option):
+    """The negative control of the parity above: what both have is the same, what the option adds is random."""
+    torch.manual_seed(0)
+    batch, tokens = random_batch(LENGTHS), torch.randn(sum(LENGTHS), 8)
+    backbones = [hstu(), hstu(**{option: "length" if option == "attention_scale" else True})]
+    for backbone in backbones:
+        for parameter in backbone.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    backbones[1].load_state_dict(backbones[0].state_dict(), strict=False)
+    outputs = [backbone(tokens, batch) for backbone in backbones]
+    assert not torch.allclose(*outputs, rtol=1e-3, atol=1e-3)
+
+
+def test_affine_norms_and_the_bias_start_as_if_they_were_not_there():
+    batch, tokens, outputs = random_batch(LENGTHS), torch.randn(sum(LENGTHS), 8), []
+    for options in ({}, {"affine_norms": True, "uvqk_bias": True}):
+        torch.manual_seed(0)
+        outputs.append(hstu(**options)(tokens, batch))
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize(("scale", "same"), [("constant", True), ("position", True), ("length", False)])
+def test_a_division_by_the_length_alone_lets_the_past_know_what_follows(scale, same):
+    torch.manual_seed(0)
+    backbone, batch, tokens = hstu(attention_scale=scale).double(), random_batch([9]), torch.randn(9, 8, dtype=torch.float64)
+    per_token = ("values", "timestamps", "targets", "target_times", "negatives")
+    shorter = replace(batch, offsets=torch.tensor([0, 6]), **{name: getattr(batch, name)[:6] for name in per_token})
+    assert torch.allclose(backbone(tokens[:6], shorter), backbone(tokens, batch)[:6], rtol=1e-9, atol=0) == same
 
 
 @pytest.mark.parametrize("backbone", [HSTU, SASRec, FuXi])
@@ -188,6 +245,7 @@ def test_the_position_table_is_read_by_distance():
         (lambda: HSTU(num_blocks=0), "HSTU: num_blocks must be at least 1"),
         (lambda: HSTU(qk_dim=-1), "HSTU: qk_dim must be at least 1"),
         (lambda: SASRec(ffn_dim=0), "SASRec: ffn_dim must be at least 1"),
+        (lambda: HSTU(attention_scale="row"), "attention_scale must be one of constant, length, position, got 'row'"),
         (lambda: HSTU(dropout=1.0), r"dropout must lie in \[0, 1\), got 1.0"),
         (lambda: HSTU(mask="windowed"), "HSTU: there is no mask 'windowed'; known are causal"),
         (lambda: SASRec(mask="no_such_masks.window"), "SASRec: mask 'no_such_masks.window' cannot be imported"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,8 +20,13 @@ def results(function, backbone, tokens, batch):
 
 
 @pytest.mark.filterwarnings("ignore:.*context_fn.*")
-@pytest.mark.parametrize("options", [{}, {"mask": WINDOW}, {"rematerialise": True}], ids=str)
-@pytest.mark.parametrize("kind", [HSTU, FuXi, SASRec])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *itertools.product([HSTU, FuXi, SASRec], [{}, {"mask": WINDOW}, {"rematerialise": True}]),
+        (HSTU, {"affine_norms": True, "uvqk_bias": True, "scaled_scores": True, "attention_scale": "position"}),
+    ],
+)
 def test_a_backbone_is_one_graph(kind, options):
     torch.manual_seed(0)
     torch._dynamo.reset()

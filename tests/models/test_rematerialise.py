@@ -19,6 +19,9 @@ from turbogr.models.time_encoders import BucketedTime
 BACKBONES = {
     "hstu": lambda **o: HSTU(**{"dim": 16, "num_blocks": 2, "num_heads": 2, "qk_dim": 5, "v_dim": 7, **o}),
     "hstu with torch": lambda **o: HSTU(**{"dim": 16, "num_blocks": 2, "backend": "torch", **o}),
+    "hstu of production": lambda **o: HSTU(
+        **{"dim": 16, "affine_norms": True, "uvqk_bias": True, "scaled_scores": True, "attention_scale": "position", **o}
+    ),
     "fuxi": lambda **o: FuXi(**{"dim": 16, "num_blocks": 2, "num_heads": 2, "qk_dim": 5, "v_dim": 7, **o}),
     "fuxi with buckets": lambda **o: FuXi(**{"dim": 16, "num_blocks": 2, "time_encoder": BucketedTime(), **o}),
     "sasrec": lambda **o: SASRec(**{"dim": 16, "num_blocks": 2, "num_heads": 2, "ffn_dim": 32, **o}),
