@@ -39,11 +39,16 @@ class TrainingHistories(Dataset[JaggedBatch]):
         """int64 [N], ascending rows of the users who have two training events or more: one makes no token."""
         return np.flatnonzero(np.diff(np.asarray(self.data.offsets)) - self.held_out >= 2)
 
+    def lengths(self, users: Int64Array) -> Int64Array:
+        """int64 [B], tokens that each of these users trains on."""
+        begins, ends = _bounds(self.data, users, self.held_out)
+        return np.minimum(ends - begins - 1, self.max_length)
+
     def __getitem__(self, key: BatchKey) -> JaggedBatch:
         """Build the batch of `key.samples`, with negatives of `key.epoch`."""
         users = key.samples
-        begins, ends = _bounds(self.data, users, self.held_out)
-        lengths = np.minimum(ends - begins - 1, self.max_length)
+        _, ends = _bounds(self.data, users, self.held_out)
+        lengths = self.lengths(users)
         events = _spans(ends - 1 - lengths, lengths)
         return JaggedBatch(
             values=_gather(self.data.items, events),
