@@ -9,6 +9,9 @@ import yaml
 from tests.data.make import write_prepared
 from turbogr.cli import main
 from turbogr.models.bias import TimeBuckets
+from turbogr.models.fuxi import FuXi
+from turbogr.models.hstu import HSTU
+from turbogr.models.sasrec import SASRec
 from turbogr.resources import recipes_dir
 from turbogr.trainer_cli import TurboGRCLI
 
@@ -22,12 +25,16 @@ EXPECTED = {
     "movielens-1m/hstu.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
     "movielens-1m/hstu-large.yaml": (50, 8, 2, 200, 128, 1e-3, 0.2),
     "movielens-1m/sasrec.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
-    "kuairand-27k/hstu-tiny.yaml": (128, 2, 8, 2048, 64, 4e-3, 0.5),
-    "kuairand-27k/hstu-small.yaml": (256, 4, 8, 2048, 32, 4e-3, 0.5),
-    "kuairand-27k/hstu-medium.yaml": (512, 8, 8, 2048, 16, 4e-3, 0.5),
-    "kuairand-27k/hstu-large.yaml": (1024, 16, 8, 2048, 15, 4e-3, 0.5),
-    "kuairand-27k/hstu-long.yaml": (1024, 16, 8, 4096, 7, 4e-3, 0.5),
 }
+LADDER = {
+    "tiny": (128, 2, 8, 2048, 64, 4e-3, 0.5),
+    "small": (256, 4, 8, 2048, 32, 4e-3, 0.5),
+    "medium": (512, 8, 8, 2048, 16, 4e-3, 0.5),
+    "large": (1024, 16, 8, 2048, 15, 4e-3, 0.5),
+    "long": (1024, 16, 8, 4096, 7, 4e-3, 0.5),
+}
+BACKBONES = {"hstu": HSTU, "fuxi": FuXi, "sasrec": SASRec}
+EXPECTED |= {f"kuairand-27k/{name}-{size}.yaml": options for name in BACKBONES for size, options in LADDER.items()}
 
 
 class Built(TurboGRCLI):
@@ -70,7 +77,8 @@ def test_recipe_parses(recipe, capsys):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds_what_it_promises(recipe, prepared):
     dim, blocks, heads, max_length, batch_size, lr, dropout = EXPECTED[recipe]
-    built = Built("fit", ["-c", str(recipes_dir() / recipe), f"--data.path={prepared}", "--trainer.accelerator=cpu"])
+    with torch.device("meta"):  # shapes alone: the large ones have hundreds of millions of parameters
+        built = Built("fit", ["-c", str(recipes_dir() / recipe), f"--data.path={prepared}", "--trainer.accelerator=cpu"])
     model, data = built.model, built.datamodule
     assert (model.backbone.dim, len(model.backbone.blocks), model.backbone.blocks[0].num_heads) == (dim, blocks, heads)
     assert model.backbone.max_length == data.max_length == max_length
@@ -83,15 +91,32 @@ def test_recipe_builds_what_it_promises(recipe, prepared):
     assert tuple(optimizer.defaults["betas"]) == (0.9, 0.98)
     assert optimizer.defaults["weight_decay"] == 0
     if recipe.startswith("kuairand"):
-        block = model.backbone.blocks[0]
-        assert (block.qk_dim, block.v_dim) == (dim // 8, dim // 8)
-        month = torch.tensor([30 * 24 * 3600 * 1000])  # KuaiRand's times are in milliseconds
-        time: TimeBuckets = block.time
-        assert time.buckets(month) < time.count, "time differences of a whole log do not saturate"
-        assert time.buckets(month // (24 * 30)) < time.buckets(month)
+        name, size = Path(recipe).stem.split("-")
+        with torch.device("meta"):
+            preset = BACKBONES[name].preset(size)
+        assert type(model.backbone) is type(preset)
+        assert shapes(model.backbone) == shapes(preset), "recipe and preset are the same model"
+        check_times_in_milliseconds(model.backbone)
     if recipe == "kuairand-27k/hstu-large.yaml":
         # 16 (1024 * 4096 + 1024^2 + 1024) + 16 (2 * 2048 - 1 + 33): the paper's 83.97 M
         assert sum(p.numel() for p in model.backbone.blocks.parameters()) == 83_968_512
+    if recipe == "kuairand-27k/fuxi-large.yaml":
+        assert sum(p.numel() for p in model.backbone.blocks.parameters()) == pytest.approx(201.55e6, rel=2e-3)
+
+
+def shapes(backbone):
+    return {name: tuple(parameter.shape) for name, parameter in backbone.named_parameters()}
+
+
+def check_times_in_milliseconds(backbone):
+    """As KuaiRand's are: time differences of a whole log do not saturate, and those of FuXi are in days."""
+    if isinstance(backbone, HSTU):
+        time: TimeBuckets = backbone.blocks[0].time
+        month = torch.tensor([30 * 24 * 3600 * 1000])
+        assert time.buckets(month) < time.count
+        assert time.buckets(month // (24 * 30)) < time.buckets(month)
+    elif isinstance(backbone, FuXi):
+        assert backbone.time_encoder.unit == 24 * 3600 * 1000
 
 
 def test_a_recipe_can_take_another_time_encoder(prepared):

@@ -216,8 +216,9 @@ def test_the_query_time_reaches_the_last_output_and_only_that():
 
 def test_hstu_large_has_the_papers_dense_parameters():
     with torch.device("meta"):
-        backbone = HSTU(1024, 16, 8, 128, 128, 2048, 0.5, TimeBuckets(32))
-    assert sum(p.numel() for p in backbone.blocks.parameters()) == 83_968_512
+        explicit, preset = HSTU(1024, 16, 8, 128, 128, 2048, 0.5, TimeBuckets(32)), HSTU.preset("large")
+    for backbone in (explicit, preset):
+        assert sum(p.numel() for p in backbone.blocks.parameters()) == 83_968_512
 
 
 def test_initialisation():

@@ -162,7 +162,9 @@ def test_fuxi_large_has_the_papers_dense_parameters():
         projection, output, network = 1024 * 6 * 1024, 3 * 1024 * 1024 + 1024, 3 * 1024 * 1024
         assert dense_parameters(backbone) == 16 * (projection + output + network + 2 * 2048 - 1) + count
         assert dense_parameters(backbone) == pytest.approx(201.55e6, rel=2e-3)
-    with torch.device("meta"):  # the negative control
+    with torch.device("meta"):
+        assert dense_parameters(FuXi.preset("large")) == pytest.approx(201.55e6, rel=2e-3)
+        # the negative control
         assert dense_parameters(FuXi(1024, 16, 8, 128, 128, 2, 2048)) != pytest.approx(201.55e6, rel=0.2)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,15 @@ KEPT = frozenset(
 )
 """Operators whose results a rematerialised block keeps: what is dear to compute. Everything else is computed again."""
 
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"dim": 128, "num_blocks": 2, "num_heads": 8, "max_length": 2048},
+    "small": {"dim": 256, "num_blocks": 4, "num_heads": 8, "max_length": 2048},
+    "medium": {"dim": 512, "num_blocks": 8, "num_heads": 8, "max_length": 2048},
+    "large": {"dim": 1024, "num_blocks": 16, "num_heads": 8, "max_length": 2048},
+    "long": {"dim": 1024, "num_blocks": 16, "num_heads": 8, "max_length": 4096},
+}
+"""The size ladder of the TurboGR paper (arXiv 2605.13433); heads are dim / num_heads wide, 16, 32, 64 and 128."""
+
 
 class Backbone(nn.Module):
     """Turns a batch's token embeddings into outputs, one a token, on the jagged layout.
@@ -51,6 +62,9 @@ class Backbone(nn.Module):
         ConfigurationError: if an option is out of range, the mask is unknown, or `backend` is cpp and the mask not causal.
     """
 
+    PRESET: ClassVar[Mapping[str, Any]] = {}
+    """Options, beside the sizes, in which every preset of a class differs from its defaults."""
+
     def __init__(
         self,
         dim: int,
@@ -72,6 +86,21 @@ class Backbone(nn.Module):
         std = dim**-0.5
         self.positions = nn.Parameter(nn.init.trunc_normal_(torch.empty(max_length, dim), std=std, a=-2 * std, b=2 * std))
         self.dropout = Dropout(dropout, backend)
+
+    @classmethod
+    def preset(cls, size: str, **options: Any) -> Self:
+        """A backbone of the paper's size ladder.
+
+        Args:
+            size: tiny, small, medium, large or long (large with twice the length).
+            options: of the constructor; they win over the preset's.
+
+        Raises:
+            ConfigurationError: if there is no such size, or an option is out of range.
+        """
+        if size not in SIZES:
+            raise ConfigurationError(f"{cls.__name__}.preset: there is no size {size!r}; there are {', '.join(SIZES)}")
+        return cls(**{**SIZES[size], **cls.PRESET, **options})
 
     def forward(self, tokens: Tensor, batch: JaggedBatch) -> Tensor:
         """Outputs float [T, D] of token embeddings float [T, D]; they depend on a token's own past only.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from turbogr.ops.silu_split import silu_split
 EPS = 1e-6
 
 AttentionScale = Literal["constant", "length", "position"]
-"""The n that attention is divided by: max_length, the length of the row's history, or how many keys causality leaves the row."""
+"""The n that attention is divided by: max_length, the length of the row's history, or the number of keys up to the row."""
 
 
 class Affine(nn.Module):
@@ -160,6 +161,9 @@ class HSTU(Backbone):
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads where widths are derived from it.
     """
+
+    # 32 buckets are the paper's; with the public divisor they would end at 4.2 hours, so they reach 103 days.
+    PRESET: ClassVar[Mapping[str, Any]] = {"time": TimeBuckets(count=32, divisor=0.5)}
 
     def __init__(
         self,
