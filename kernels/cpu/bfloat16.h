@@ -1,4 +1,4 @@
-// bfloat16 tensors: the upper half of a float32's bits.
+// bfloat16, the upper half of a float32's bits: tensors of it, and products of pairs of such numbers.
 #pragma once
 
 #include "vectors.h"
@@ -32,12 +32,52 @@ static inline Vector load(const BFloat16* from) {
     return as_floats(__builtin_convertvector(bits, Lanes) << 16);
 }
 
-static inline void store(BFloat16* to, Vector x) {
+// The bits to the nearest, ties to even, in the lower half of each lane.
+static inline UnsignedLanes rounded(Vector x) {
     UnsignedLanes words;
     std::memcpy(&words, &x, sizeof words);
     words = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-    const ShortLanes bits = __builtin_convertvector(x == x ? words : UnsignedLanes{} + 0x7fc0, ShortLanes);
+    return x == x ? words : UnsignedLanes{} + 0x7fc0;
+}
+
+static inline void store(BFloat16* to, Vector x) {
+    const ShortLanes bits = __builtin_convertvector(rounded(x), ShortLanes);
     std::memcpy(to, &bits, sizeof bits);
 }
+
+// A pair of numbers is a word, the first in its lower half. Pairs of (even[lane], odd[lane]):
+static inline Lanes pairs_across(Vector even, Vector odd) {
+    return reinterpret_cast<Lanes>(rounded(odd) << 16 | rounded(even));
+}
+
+// Pairs of (x[0], x[1]), (x[2], x[3]), ..., where x is all of `first` and then all of `second`:
+static inline Lanes pairs_along(Vector first, Vector second) {
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<Lanes>(_mm512_cvtne2ps_pbh(second, first));
+#else
+    BFloat16 numbers[2 * LANES];
+    store(numbers, first);
+    store(numbers + LANES, second);
+    Lanes x;
+    std::memcpy(&x, numbers, sizeof x);
+    return x;
+#endif
+}
+
+static inline Lanes repeat(int32_t pair) { return Lanes{} + pair; }
+static inline Vector repeat(float x) { return broadcast(x); }
+
+// sum + a.first * b.first + a.second * b.second in each lane, in float32.
+static inline Vector multiply_add(Lanes a, Lanes b, Vector sum) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#else
+    const int32_t upper = static_cast<int32_t>(0xffff0000u);
+    sum += as_floats(a << 16) * as_floats(b << 16);
+    return sum + as_floats(a & upper) * as_floats(b & upper);
+#endif
+}
+
+static inline Vector multiply_add(Vector a, Vector b, Vector sum) { return a * b + sum; }
 
 }  // namespace turbogr

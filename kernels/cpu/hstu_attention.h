@@ -17,6 +17,7 @@ struct TurbogrHstu {
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;
     TurbogrBias bias;
     float scale, alpha;
+    int64_t bfloat16_products;  // whether the factors of matrix products are rounded to bfloat16; sums are float32
     int64_t threads;
 };
 

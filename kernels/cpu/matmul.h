@@ -1,26 +1,35 @@
 // Products of small matrices that lie in a core's cache, and the packing that they need.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 
+#include "bfloat16.h"
 #include "vectors.h"
 
 namespace turbogr {
 
+// An element of a matrix is a float, or an int32_t that holds a pair of bfloat16, which stands for two factors that follow each
+// other in the direction of the sum.
+template <typename Element>
+constexpr int64_t FACTORS = std::is_same_v<Element, float> ? 1 : 2;
+
 // The left factor of a product: rows one after the other, `stride` apart.
+template <typename Element>
 struct RowMajor {
-    const float* data;
+    const Element* data;
     int64_t stride;
-    float at(int64_t row, int64_t column) const { return data[row * stride + column]; }
+    Element at(int64_t row, int64_t column) const { return data[row * stride + column]; }
     RowMajor from(int64_t row, int64_t column) const { return {data + row * stride + column, stride}; }
 };
 
 // The transpose of that: the columns lie one after the other.
+template <typename Element>
 struct ColumnMajor {
-    const float* data;
+    const Element* data;
     int64_t stride;
-    float at(int64_t row, int64_t column) const { return data[column * stride + row]; }
+    Element at(int64_t row, int64_t column) const { return data[column * stride + row]; }
     ColumnMajor from(int64_t row, int64_t column) const { return {data + column * stride + row, stride}; }
 };
 
@@ -43,18 +52,18 @@ template <int COUNT, typename F>
     unrolled(f, std::make_integer_sequence<int, COUNT>{});
 }
 
-template <int ROWS, int VECTORS, typename Left>
+template <int ROWS, int VECTORS, typename Left, typename Element>
 static inline void register_block(
-    int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+    int64_t inner, Left a, const Element* b, int64_t b_stride, float* c, int64_t c_stride, bool add
 ) {
     Vector sums[ROWS * VECTORS];
     unrolled<ROWS * VECTORS>([&](auto x) { sums[x] = Vector{}; });
     for (int64_t k = 0; k < inner; k++) {
-        Vector row[VECTORS];
+        decltype(load(b)) row[VECTORS];
         unrolled<VECTORS>([&](auto v) { row[v] = load(b + k * b_stride + v * LANES); });
         unrolled<ROWS>([&](auto m) {
-            const Vector factor = broadcast(a.at(m, k));
-            unrolled<VECTORS>([&](auto v) { sums[m * VECTORS + v] += factor * row[v]; });
+            const auto factor = repeat(a.at(m, k));
+            unrolled<VECTORS>([&](auto v) { sums[m * VECTORS + v] = multiply_add(factor, row[v], sums[m * VECTORS + v]); });
         });
     }
     // Added at the end, what is there need not have arrived before the products can begin.
@@ -65,9 +74,9 @@ static inline void register_block(
 }
 
 // One panel of ROWS rows, `vectors` vectors wide.
-template <int ROWS, typename Left>
+template <int ROWS, typename Left, typename Element>
 static inline void panel(
-    int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add
+    int vectors, int64_t inner, Left a, const Element* b, int64_t b_stride, float* c, int64_t c_stride, bool add
 ) {
     constexpr int WIDEST = ROWS > 6 ? NARROW_VECTORS : MAX_VECTORS;
     int v = 0;
@@ -86,9 +95,9 @@ static inline void panel(
         if (v < vectors) register_block<ROWS, 1>(inner, a, b + v * LANES, b_stride, c + v * LANES, c_stride, add);
 }
 
-template <int ROWS, Skip SKIP, typename Left>
+template <int ROWS, Skip SKIP, typename Left, typename Element>
 static inline int64_t panels(
-    int64_t m, int64_t rows, int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c,
+    int64_t m, int64_t rows, int vectors, int64_t inner, Left a, const Element* b, int64_t b_stride, float* c,
     int64_t c_stride, bool add, int64_t shift
 ) {
     for (; m + ROWS <= rows; m += ROWS) {
@@ -98,17 +107,18 @@ static inline int64_t panels(
             const int needed = static_cast<int>((shift + m + ROWS + LANES - 1) / LANES);
             wanted = needed < vectors ? needed : vectors;
         }
-        if (SKIP == Skip::inner_after_row) end = m + ROWS < inner ? m + ROWS : inner;
-        if (SKIP == Skip::inner_before_row) first = m;
+        constexpr int64_t EACH = FACTORS<Element>;
+        if (SKIP == Skip::inner_after_row) end = std::min((m + ROWS + EACH - 1) / EACH, inner);
+        if (SKIP == Skip::inner_before_row) first = m / EACH;
         panel<ROWS>(wanted, end - first, a.from(m, first), b + first * b_stride, b_stride, c + m * c_stride, c_stride, add);
     }
     return m;
 }
 
-// C [rows, vectors * LANES] = A [rows, inner] B [inner, vectors * LANES], added to C if `add`.
-template <Skip SKIP, typename Left>
+// C [rows, vectors * LANES] = A [rows, inner] B [inner, vectors * LANES], added to C if `add`; `inner` counts elements.
+template <Skip SKIP, typename Left, typename Element>
 static inline void product(
-    int64_t rows, int vectors, int64_t inner, Left a, const float* b, int64_t b_stride, float* c, int64_t c_stride, bool add,
+    int64_t rows, int vectors, int64_t inner, Left a, const Element* b, int64_t b_stride, float* c, int64_t c_stride, bool add,
     int64_t shift = 0
 ) {
     int64_t m = 0;
@@ -145,8 +155,28 @@ static inline void unpack(
     }
 }
 
+// From rows of floats to pairs that follow each other in a row: [rows, stride] to [rows, to_stride], of `columns` numbers, a
+// multiple of LANES. What is added up to whole vectors of words is zero.
+static inline void pair_along(
+    const float* from, int64_t stride, int64_t rows, int64_t columns, int32_t* to, int64_t to_stride
+) {
+    for (int64_t i = 0; i < rows; i++, from += stride, to += to_stride)
+        for (int64_t c = 0; c < columns; c += 2 * LANES)
+            store(to + c / 2, pairs_along(load(from + c), c + LANES < columns ? load(from + c + LANES) : Vector{}));
+}
+
+// From rows of floats to pairs of numbers below each other: [rows, stride] to [(rows + 1) / 2, to_stride].
+static inline void pair_across(
+    const float* from, int64_t stride, int64_t rows, int64_t columns, int32_t* to, int64_t to_stride
+) {
+    for (int64_t i = 0; i < rows; i += 2, from += 2 * stride, to += to_stride)
+        for (int64_t c = 0; c < columns; c += LANES)
+            store(to + c, pairs_across(load(from + c), i + 1 < rows ? load(from + stride + c) : Vector{}));
+}
+
 // low = a0 b0 a1 b1 ..., high = the same of the upper halves.
-static inline void interleave(Vector a, Vector b, Vector& low, Vector& high) {
+template <typename Any>
+static inline void interleave(Any a, Any b, Any& low, Any& high) {
 #if defined(__GNUC__) && !defined(__clang__)
     const Lanes lanes = lane_numbers();
     const Lanes order = (lanes >> 1) + (lanes & 1) * LANES;
@@ -161,12 +191,13 @@ static inline void interleave(Vector a, Vector b, Vector& low, Vector& high) {
 }
 
 // from [rows, columns] to [columns, rows], both sizes multiples of LANES.
+template <typename Element>
 static inline void transpose(
-    const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to, int64_t to_stride
+    const Element* from, int64_t from_stride, int64_t rows, int64_t columns, Element* to, int64_t to_stride
 ) {
     for (int64_t i = 0; i < rows; i += LANES)
         for (int64_t c = 0; c < columns; c += LANES) {
-            Vector block[LANES], next[LANES];
+            decltype(load(from)) block[LANES], next[LANES];
             for (int r = 0; r < LANES; r++) block[r] = load(from + (i + r) * from_stride + c);
             // log2(LANES) perfect shuffles of the rows transpose a square.
 #pragma GCC unroll 4

@@ -19,13 +19,17 @@ struct Tile {
 // Widths and row counts in whole vectors.
 static inline int64_t padded(int64_t width) { return round_up(width, LANES); }
 
-// Rows [length, width] of one head (zeros behind them up to a whole vector of rows), transposed tile by tile: tile t is
-// [width, 64] at t * 64 * padded(width).
-static inline void pack_transposed(const float* rows, int64_t length, int64_t width, float* to) {
-    for (int64_t j = 0; j < length; j += TILE) {
-        const int64_t columns = padded(std::min<int64_t>(TILE, length - j));
-        transpose(rows + j * padded(width), padded(width), columns, padded(width), to + j * padded(width), TILE);
-    }
+// Elements that a row of `width` factors takes when they follow each other in it, in whole vectors.
+template <typename Element>
+static inline int64_t row_elements(int64_t width) { return padded(padded(width) / FACTORS<Element>); }
+
+// Rows [length, row_elements(width)] of one head (zeros behind them up to a whole vector of rows), transposed tile by tile: tile
+// t is [row_elements(width), 64] at t * 64 * row_elements(width).
+template <typename Element>
+static inline void pack_transposed(const Element* rows, int64_t length, int64_t width, Element* to) {
+    const int64_t stride = row_elements<Element>(width);
+    for (int64_t j = 0; j < length; j += TILE)
+        transpose(rows + j * stride, stride, padded(std::min<int64_t>(TILE, length - j)), stride, to + j * stride, TILE);
 }
 
 // A tensor [T, heads, width] of the caller's.
@@ -54,36 +58,42 @@ static inline void unpack_head(
     unpack(from, padded(x.width), rows, x.width, factor, x.at(task.first_token + first, task.first_head + h), x.row);
 }
 
-// to [64, 64] (+)= the rows of the tile's rows times the transposed rows of its columns.
+// to [64, 64] (+)= the rows of the tile's rows times the transposed rows of its columns; both have row_elements(width) a row.
+template <typename Element>
 static inline void scores(
-    const Tile& tile, int64_t width, const float* rows, const float* transposed, float* to, bool add = false
+    const Tile& tile, int64_t width, const Element* rows, const Element* transposed, float* to, bool add = false
 ) {
     const int vectors = static_cast<int>(padded(tile.columns) / LANES);
-    const RowMajor a{rows + tile.first_row * padded(width), padded(width)};
-    const float* b = transposed + tile.first_column * padded(width);
+    const int64_t stride = row_elements<Element>(width), inner = (width + FACTORS<Element> - 1) / FACTORS<Element>;
+    const RowMajor<Element> a{rows + tile.first_row * stride, stride};
+    const Element* b = transposed + tile.first_column * stride;
     const int64_t shift = tile.first_row - tile.first_column;
-    if (tile.limit(0) < tile.columns) product<Skip::columns_after_row>(tile.rows, vectors, width, a, b, TILE, to, TILE, add, shift);
-    else product<Skip::nothing>(tile.rows, vectors, width, a, b, TILE, to, TILE, add);
+    if (tile.limit(0) < tile.columns) product<Skip::columns_after_row>(tile.rows, vectors, inner, a, b, TILE, to, TILE, add, shift);
+    else product<Skip::nothing>(tile.rows, vectors, inner, a, b, TILE, to, TILE, add);
 }
 
-// to [rows of the tile, width] (+)= tile [64, 64] times the rows of its columns.
-static inline void times_columns(const Tile& tile, int64_t width, const float* values, const float* rows, float* to, bool add) {
-    const int vectors = static_cast<int>(padded(width) / LANES);
-    const RowMajor a{values, TILE};
-    const float* b = rows + tile.first_column * padded(width);
-    const int64_t stride = padded(width);
-    if (tile.diagonal()) product<Skip::inner_after_row>(tile.rows, vectors, tile.columns, a, b, stride, to, stride, add);
-    else product<Skip::nothing>(tile.rows, vectors, tile.columns, a, b, stride, to, stride, add);
+// to [rows of the tile, width] (+)= tile [64, 64 / FACTORS] times the rows of its columns [.. / FACTORS, width].
+template <typename Element>
+static inline void times_columns(const Tile& tile, int64_t width, const Element* values, const Element* rows, float* to, bool add) {
+    constexpr int64_t EACH = FACTORS<Element>;
+    const int64_t stride = padded(width), inner = (tile.columns + EACH - 1) / EACH;
+    const int vectors = static_cast<int>(stride / LANES);
+    const RowMajor<Element> a{values, TILE / EACH};
+    const Element* b = rows + tile.first_column / EACH * stride;
+    if (tile.diagonal()) product<Skip::inner_after_row>(tile.rows, vectors, inner, a, b, stride, to, stride, add);
+    else product<Skip::nothing>(tile.rows, vectors, inner, a, b, stride, to, stride, add);
 }
 
-// to [columns of the tile, width] (+)= transposed tile times the rows of its rows.
-static inline void times_rows(const Tile& tile, int64_t width, const float* values, const float* rows, float* to, bool add) {
-    const int vectors = static_cast<int>(padded(width) / LANES);
-    const ColumnMajor a{values, TILE};
-    const float* b = rows + tile.first_row * padded(width);
-    const int64_t stride = padded(width);
-    if (tile.diagonal()) product<Skip::inner_before_row>(tile.columns, vectors, tile.rows, a, b, stride, to, stride, add);
-    else product<Skip::nothing>(tile.columns, vectors, tile.rows, a, b, stride, to, stride, add);
+// to [columns of the tile, width] (+)= transposed tile [64 / FACTORS, 64] times the rows of its rows [.. / FACTORS, width].
+template <typename Element>
+static inline void times_rows(const Tile& tile, int64_t width, const Element* values, const Element* rows, float* to, bool add) {
+    constexpr int64_t EACH = FACTORS<Element>;
+    const int64_t stride = padded(width), inner = (tile.rows + EACH - 1) / EACH;
+    const int vectors = static_cast<int>(stride / LANES);
+    const ColumnMajor<Element> a{values, TILE};
+    const Element* b = rows + tile.first_row / EACH * stride;
+    if (tile.diagonal()) product<Skip::inner_before_row>(tile.columns, vectors, inner, a, b, stride, to, stride, add);
+    else product<Skip::nothing>(tile.columns, vectors, inner, a, b, stride, to, stride, add);
 }
 
 }  // namespace turbogr

@@ -50,7 +50,7 @@ bool finite(const Element* x, int64_t count) {
 
 // `ordered` times rise, and no query is before its own key.
 template <typename Element>
-int run(const std::vector<int64_t>& lengths, int64_t heads, int64_t qk, int64_t v, int64_t buckets, int64_t gap, bool ordered, int64_t missing) {
+int run(const std::vector<int64_t>& lengths, int64_t heads, int64_t qk, int64_t v, int64_t buckets, int64_t gap, bool ordered, bool bfloat16_products, int64_t missing) {
     std::unique_ptr<int64_t[]> offsets(new int64_t[lengths.size() + 1]{});
     int64_t longest = 0;
     for (size_t b = 0; b < lengths.size(); b++) {
@@ -85,6 +85,7 @@ int run(const std::vector<int64_t>& lengths, int64_t heads, int64_t qk, int64_t 
     p.bias.time_count = buckets, p.bias.thresholds = exact.get();
     p.bias.query_times = queries.get(), p.bias.key_times = keys.get();
     p.bias.time_unit = 1, p.bias.time_divisor = 0.301, p.scale = 0.1f, p.alpha = 0.5f, p.threads = 2;
+    p.bfloat16_products = bfloat16_products;
 
     std::unique_ptr<Element[]> out(new Element[tokens * heads * v - missing]);
     if (turbogr_hstu_forward(&p, out.get(), heads * v, v) != 0 || !finite(out.get(), tokens * heads * v)) return 1;
@@ -105,15 +106,15 @@ int run(const std::vector<int64_t>& lengths, int64_t heads, int64_t qk, int64_t 
 }  // namespace
 
 int main(int count, char**) {
-    if (count > 1) return run<float>({65, 1}, 1, 8, 5, 4, 1000, false, 1);
+    if (count > 1) return run<float>({65, 1}, 1, 8, 5, 4, 1000, false, false, 1);
     int checked = 0;
     const std::vector<std::vector<int64_t>> batches{{}, {0, 0}, {1}, {2, 63, 64, 65, 0}, {129, 1, 130}, {1, 1, 1, 1, 1}, {300}};
     for (const auto& lengths : batches)
         for (const auto& [heads, qk, v] : std::vector<std::tuple<int64_t, int64_t, int64_t>>{{1, 1, 1}, {2, 16, 17}, {3, 33, 8}, {1, 128, 50}})
             for (const int64_t buckets : {0, 1, 2, 33, 128})
                 for (const int64_t gap : {int64_t{0}, int64_t{1} << 20, INT64_MAX}) {
-                    const bool ordered = (checked & 1) != 0, half = (checked & 2) != 0;
-                    if ((half ? run<BFloat16> : run<float>)(lengths, heads, qk, v, buckets, gap, ordered, 0) != 0) {
+                    const bool ordered = (checked & 1) != 0, half = (checked & 2) != 0, products = (checked & 4) != 0;
+                    if ((half ? run<BFloat16> : run<float>)(lengths, heads, qk, v, buckets, gap, ordered, products, 0) != 0) {
                         std::fprintf(stderr, "failed: %d heads, widths %d and %d\n", int(heads), int(qk), int(v));
                         return 1;
                     }

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tests.ops.jagged_cases import max_errors, offsets_of
 from tests.ops.sanitizer import assert_clean
 from tests.ops.test_hstu_attention import inputs_of, pair
+from turbogr.errors import ConfigurationError
 from turbogr.models.bias import TimeBuckets
 from turbogr.ops import hstu_attention
 from turbogr.ops.hstu_attention import KERNEL, jagged_hstu_attention
@@ -64,9 +65,54 @@ def test_one_sequence_of_5000_tokens():
     assert max(max_errors(lambda *x: operator(*x)[rows], formula, tensors, relative=True)) < TOLERANCE
 
 
-def test_threads_do_not_change_a_bit():
+def cpp(offsets, queries, keys, products):
+    """The operator with the option `products`, which the reference does not have."""
+
+    def run(q, k, v, position, time):
+        return jagged_hstu_attention(
+            q,
+            k,
+            v,
+            offsets,
+            scale=0.05,
+            alpha=0.7,
+            position_bias=position,
+            time_bias=time,
+            query_times=queries,
+            key_times=keys,
+            products=products,
+            backend="cpp",
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("heads", "qk_dim", "v_dim"), [(1, 8, 8), (2, 16, 33), (3, 50, 50), (4, 32, 32), (5, 7, 65), (6, 1, 1), (7, 17, 128)]
+)
+def test_products_of_bfloat16(heads, qk_dim, v_dim):
+    """Stated tolerance: 1% of the largest value, 0.5% of the root mean square."""
+    tensors, offsets, queries, keys = inputs_of(EDGES, heads, qk_dim, v_dim, torch.float32)
+    _, reference = pair(offsets, queries, keys)
+    rounded = cpp(offsets, queries, keys, "bf16")
+    errors = max_errors(rounded, reference, tensors, relative=True)
+    assert max(errors) < 1e-2
+    assert min(errors) > 1e-5, "negative control: something is rounded"
+    out = rounded(*tensors).detach()
+    expected = reference(*(x.detach().double() for x in tensors))
+    assert float((out - expected).norm() / expected.norm()) < 5e-3
+
+
+def test_products_are_known():
+    tensors, offsets, queries, keys = inputs_of([3], dtype=torch.float32)
+    with pytest.raises(ConfigurationError, match="products must be one of fp32, bf16, got 'fp16'"):
+        cpp(offsets, queries, keys, "fp16")(*tensors)
+
+
+@pytest.mark.parametrize("products", ["fp32", "bf16"])
+def test_threads_do_not_change_a_bit(products):
     tensors, offsets, queries, keys = inputs_of([300, 5, 64, 1, 200], heads=4, qk_dim=16, v_dim=16, dtype=torch.float32)
-    operator, _ = pair(offsets, queries, keys, backend="cpp")
+    operator = cpp(offsets, queries, keys, products)
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3, 2):
@@ -162,13 +208,15 @@ def test_bfloat16_is_rounded_at_the_ends_only(width):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("products", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_damaged_numbers_stay_visible(which, dtype, value):
+def test_damaged_numbers_stay_visible(which, dtype, products, value):
     tensors, offsets, queries, keys = inputs_of([70, 3], dtype=dtype)
     with torch.no_grad():
         tensors[which][5, 1, 2] = value
-    actual, expected = (pair(offsets, queries, keys, backend=b)[0](*tensors).isfinite() for b in ("cpp", "torch"))
+    actual = cpp(offsets, queries, keys, products)(*tensors).isfinite()
+    expected = pair(offsets, queries, keys, backend="torch")[0](*tensors).isfinite()
     assert torch.equal(actual, expected)
     assert not actual.all()
 
@@ -186,6 +234,7 @@ def test_narrower_vectors(flags, monkeypatch, tmp_path):
     test_edges_of_tiles_at_all_widths(3, 50, 33)
     test_edges_of_tiles_at_all_widths(2, 7, 8)
     test_bfloat16_is_rounded_at_the_ends_only((7, 33))
+    test_products_of_bfloat16(3, 50, 33)
     for sign, layout in ((1, "alone"), (-1, "together"), (1, "in order")):
         test_buckets_are_those_of_float64_at_every_threshold(128, 0.301, 1.0, 2**50, sign, layout, "cpp")
 

@@ -8,19 +8,22 @@ For every sequence, head h and its tokens i >= j (Zhai et al. 2024, "Actions spe
 
 The bias is shared by all heads. There is no softmax: `scale` is usually 1 / n with the configured longest length n.
 
-Implementations: C++ for float32 and bfloat16 on the CPU (`kernels/cpu/hstu_attention.cpp`, float32 inside); PyTorch for
-everything else, and where there is no compiler; the formula itself in float64.
+Implementations: C++ for float32 and bfloat16 on the CPU (`kernels/cpu/hstu_attention.cpp`, float32 inside but for
+`products`); PyTorch for everything else, and where there is no compiler; the formula itself in float64.
 """
 
 from __future__ import annotations
+
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turbogr.errors import ConfigurationError
 from turbogr.ops import hstu_torch
 from turbogr.ops.backend import Backend, check_backend, kernel_for
-from turbogr.ops.hstu_native import DTYPES, KERNEL, HSTUKernel
+from turbogr.ops.hstu_native import DTYPES, KERNEL, HSTUKernel, Products
 from turbogr.ops.hstu_torch import OPERATOR
 from turbogr.ops.jagged import check_attention, check_values, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
@@ -43,6 +46,7 @@ def jagged_hstu_attention(
     time_unit: float = 1.0,
     time_divisor: float = 0.301,
     mask: str = CAUSAL,
+    products: Products = "fp32",
     backend: Backend = "auto",
 ) -> Tensor:
     """Causal SiLU attention of the module's docstring; differentiates q, k, v and both bias tables.
@@ -61,6 +65,8 @@ def jagged_hstu_attention(
         time_unit: ticks of the times per unit of the bucket formula (1000 for milliseconds bucketed in seconds).
         time_divisor: width of a bucket in natural logarithms.
         mask: `causal`, or the name or import path of a mask that forbids more (`turbogr.ops.masks`).
+        products: whether the C++ kernel may round the factors of matrix products to bfloat16 (`Products`); the other
+            implementations do not.
         backend: see `turbogr.ops.backend.Backend`.
 
     Returns:
@@ -68,11 +74,13 @@ def jagged_hstu_attention(
 
     Raises:
         ValueError: if shapes or dtypes contradict each other.
-        ConfigurationError: `backend` or `mask` is unknown, or `backend` is `cpp` and the inputs are neither float32
+        ConfigurationError: `backend`, `mask` or `products` is unknown, or `backend` is `cpp` and the inputs are neither float32
             nor bfloat16 on the CPU, or the mask is not causal.
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
     check_backend(OPERATOR, backend)
+    if products not in get_args(Products):
+        raise ConfigurationError(f"{OPERATOR}: products must be one of {', '.join(get_args(Products))}, got {products!r}")
     backend = backend_for_mask(OPERATOR, backend, mask)
     offsets = check_attention(OPERATOR, q, k, v, offsets)
     query_times, key_times = _check_bias(q, position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
@@ -93,7 +101,7 @@ def jagged_hstu_attention(
             time_divisor=time_divisor,
             mask=mask,
         ).to(v.dtype)
-    options = (scale, alpha, time_unit, time_divisor, mask, backend)
+    options = (scale, alpha, time_unit, time_divisor, mask, backend, products)
     with without_autocast(q):
         return _hstu_attention(q, k, v, offsets, position_bias, time_bias, query_times, key_times, *options)
 
@@ -166,12 +174,13 @@ def _hstu_attention(
     time_divisor: float,
     mask: str = CAUSAL,
     backend: str = "auto",
+    products: str = "fp32",
 ) -> Tensor:
     check_values(OPERATOR, offsets, q.shape[0], position_bias)
     library = kernel_for(KERNEL, OPERATOR, backend, q, DTYPES)
     inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
     if library is not None:
-        return HSTUKernel(library, *inputs).forward()
+        return HSTUKernel(library, *inputs, products).forward()
     return hstu_torch.forward(*inputs, mask)
 
 
@@ -192,11 +201,12 @@ def _hstu_attention_backward(
     time_divisor: float,
     mask: str = CAUSAL,
     backend: str = "auto",
+    products: str = "fp32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     library = kernel_for(KERNEL, OPERATOR, backend, q, DTYPES)
     inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
     if library is not None:
-        return HSTUKernel(library, *inputs).backward(gradient)
+        return HSTUKernel(library, *inputs, products).backward(gradient)
     return hstu_torch.backward(gradient, *inputs, mask)
 
 

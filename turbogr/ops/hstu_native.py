@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from turbogr.ops.time_buckets import bucket_thresholds
 KERNEL = Kernel("hstu_attention")
 DTYPES = (torch.float32, torch.bfloat16)
 """Of q, k, v, the output and their gradients; the kernel computes in float32."""
+
+Products = Literal["fp32", "bf16"]
+"""What the factors of matrix products are rounded to; sums, and all else, are float32. On a processor with AVX512-BF16, `bf16`
+makes long sequences 1.4 to 1.7 times as fast, at errors of 3e-3 (root mean square, relative); others only emulate it."""
 
 OPERATOR = "turbogr::jagged_hstu_attention"
 
@@ -40,6 +45,7 @@ class _Problem(ctypes.Structure):
         *((f"{name}_{axis}", c_int64) for name in "qkv" for axis in ("row", "head")),
         ("bias", BiasInputs),
         *((name, c_float) for name in ("scale", "alpha")),
+        ("bfloat16_products", c_int64),
         ("threads", c_int64),
     ]
 
@@ -79,6 +85,7 @@ class HSTUKernel:
         alpha: float,
         time_unit: float,
         time_divisor: float,
+        products: str = "fp32",
     ) -> None:
         self.library = library
         self.inputs = (q, k, v)
@@ -99,6 +106,7 @@ class HSTUKernel:
             BiasInputs(*pointers[1:3], 0 if time_bias is None else time_bias.numel(), *pointers[3:], time_unit, time_divisor),
             scale,
             alpha,
+            products == "bf16",
             torch.get_num_threads(),
         )
         self.position_bias, self.time_bias = position_bias, time_bias
