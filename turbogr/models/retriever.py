@@ -103,9 +103,10 @@ class GenerativeRetriever(pl.LightningModule):
         if batch.negatives is None:
             raise ConfigurationError("a training batch carries no negatives: set data.num_negatives")
         lookup = self.embeddings(self.sparse_features(batch))
-        output = normalised(self.backbone(lookup["values"], batch))
+        output = normalised(self.backbone(lookup["values"], batch), backend=self.backbone.backend)
         # Items are normalised once per distinct row, not once per sample: [U, D] instead of [T, R, D].
-        loss = self.loss(output, normalised(lookup.rows), lookup.index["targets"], lookup.index["negatives"])
+        items = normalised(lookup.rows, backend=lookup.backend)
+        loss = self.loss(output, items, lookup.index["targets"], lookup.index["negatives"])
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=self.sample_count(batch))
         return loss
 
@@ -142,7 +143,7 @@ class GenerativeRetriever(pl.LightningModule):
     def queries(self, batch: JaggedBatch) -> Tensor:
         """float [B, D], the l2-normalised output of each user's last token."""
         tokens = self.embeddings({"values": batch.values})["values"]
-        return normalised(self.backbone(tokens, batch)[batch.last])
+        return normalised(self.backbone(tokens, batch)[batch.last], backend=self.backbone.backend)
 
     def validation_step(self, batch: JaggedBatch, batch_idx: int) -> None:
         """Ranks the held-out items of validation."""
