@@ -10,7 +10,7 @@ import torch
 from _memory import retained
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from tests.data.make import write_prepared
 from turbogr.data.datamodule import SequenceDataModule
@@ -87,12 +87,12 @@ def test_operations_are_those_of_the_formulas(name, data):
         tokens, pairs = sum(lengths), sum(i + 1 for n in lengths for i in range(n))
         forward, backward = attention_of(name)
         assert step.forward == {
-            "matrix products": 2 * BLOCKS * tokens * dense_of(name),
+            "products": 2 * BLOCKS * tokens * dense_of(name),
             "attention": 2 * BLOCKS * pairs * forward,
             "loss": 2 * 2 * tokens * (1 + R) * D,
         }
         assert step.backward == {
-            "matrix products": 4 * BLOCKS * tokens * dense_of(name),
+            "products": 4 * BLOCKS * tokens * dense_of(name),
             "attention": 2 * BLOCKS * pairs * backward,
             "loss": 2 * tokens * (1 + R) * D,
             "item table": tokens * D,
@@ -235,8 +235,27 @@ def test_own_backbone_and_loss(data):
     for step in found.steps.values():
         dense, padded = step.tokens * 3 * D * D, step.users * step.longest**2 * 2 * D
         loss = step.tokens * (1 + R) * D
-        assert step.forward == {"matrix products": 2 * (dense + padded + loss)}
-        assert step.backward["matrix products"] == 4 * (dense + padded + loss)
+        assert step.forward == {"products": 2 * (dense + padded + loss)}
+        assert step.backward["products"] == 4 * (dense + padded + loss)
+
+
+@torch.library.custom_op("planning_test::halve", mutates_args=())
+def halve(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+halve.register_fake(torch.empty_like)
+halve.register_autograd(lambda ctx, gradient: gradient / 2)
+register_flop_formula(torch.ops.planning_test.halve)(lambda x, **_: x[0] * x[1])
+
+
+def test_own_operator_is_counted_by_its_formula(data):
+    class Halving(Dense):
+        def encode(self, x, batch):
+            return halve(x)
+
+    step = plan(on_meta(Halving), data).steps["p99"]
+    assert step.forward["planning_test.halve"] == step.tokens * D
 
 
 class Reading(Backbone):

@@ -19,6 +19,7 @@ TRAINER_COMMANDS = {
     "predict": "top items of every user, with original ids, as Parquet",
 }
 OTHER_COMMANDS = {
+    "describe": "parameters, FLOPs and bytes of a step, before training; -c CONFIG as fit",
     "data": "prepare, describe, synthesize or fetch data sets",
     "doctor": "what is installed, what is expected, how to mend it",
 }
@@ -66,12 +67,16 @@ def _run(command: str, args: list[str]) -> int:
     try:
         if command == "data":
             from turbogr.data.commands import main as data
+        elif command == "describe":
+            from turbogr.describe_cli import run as describe
         else:
             from turbogr.trainer_cli import run
     except (ImportError, OSError) as error:
         # OSError: a shared library that cannot be loaded.
         raise MissingDependencyError(f"{error}; run `turbogr doctor` to see what is broken and how to mend it") from error
-    return data(args) if command == "data" else run(command, args)
+    if command == "data":
+        return data(args)
+    return describe(args) if command == "describe" else run(command, args)
 
 
 def _help() -> str:

@@ -36,7 +36,7 @@ PREFETCHED = 2
 """Batches that a loader's worker holds ready: the default of `torch.utils.data.DataLoader`."""
 
 KINDS = {"attention": "attention", "sampled_softmax": "loss", "negative_logits": "loss", "embedding_lookup": "item table"}
-"""What an operator is for, by a part of its name; PyTorch's own products are "matrix products", others go by their name."""
+"""What an operator is for, by a part of its name; PyTorch's own products are "products", others go by their name."""
 
 _MIXED = {"bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16": torch.float16, "16-mixed": torch.float16}
 
@@ -308,7 +308,7 @@ def _counted(function: Callable[[], T], formulas: Mapping[Any, Any] | None = Non
     kinds: dict[str, int] = {}
     for operator, count in counter.get_flop_counts().get("Global", {}).items():
         name = str(operator)
-        products = "matrix products" if name.startswith("aten.") else name
+        products = "products" if name.startswith("aten.") else name
         kind = next((kind for part, kind in KINDS.items() if part in name), products)
         kinds[kind] = kinds.get(kind, 0) + count
     return result, kinds

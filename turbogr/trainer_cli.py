@@ -45,12 +45,13 @@ CKPT_HELP = (
 _CALL_KEYS = ("config", "ckpt_path", "weights_only", "overwrite")
 
 
-def run(command: str, args: list[str]) -> int:
+def run(command: str, args: list[str], cli: type[TurboGRCLI] | None = None) -> int:
     """Runs one command of the trainer.
 
     Args:
-        command: fit, validate, test or predict.
+        command: fit, validate, test or predict, or another one that `cli` knows.
         args: the rest of the command line.
+        cli: what parses, builds and runs; None is TurboGRCLI.
 
     Returns:
         Exit code: 0, or 128 + signal number where a signal stopped the training.
@@ -62,7 +63,7 @@ def run(command: str, args: list[str]) -> int:
     _silence_noise()
     args = find_recipes(args)
     try:
-        TurboGRCLI(command, args)
+        (cli or TurboGRCLI)(command, args)
     except TrainingInterrupted as interrupted:
         print(
             f"saved {interrupted.checkpoint}; to resume:\n  {resume_command(command, args, interrupted.checkpoint)}",
@@ -131,12 +132,15 @@ class TurboGRCLI(LightningCLI):
         args: the rest of the command line.
     """
 
+    trainer_type: type[Trainer] = Trainer
+
     def __init__(self, command: str, args: list[str]) -> None:
         self.command, self.args = command, args
         base = str(recipes_dir() / "base.yaml")
         super().__init__(
             GenerativeRetriever,
             SequenceDataModule,
+            trainer_class=self.trainer_type,
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},
             seed_everything_default=DEFAULT_SEED,
