@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import get_args
 
 import torch
 from _memory import allocations
@@ -31,6 +33,7 @@ from torch.nn import functional as F
 
 from turbogr.ops.backend import Backend
 from turbogr.ops.hstu_attention import KERNEL, jagged_hstu_attention
+from turbogr.ops.hstu_native import Products
 
 BUCKETS, DIVISOR = 128, 0.301
 
@@ -62,6 +65,8 @@ SHAPES = [
     Shape("16 sequences, 2 heads of 64", 16, LONG, 2, 64, 2, 20.0, 0.5),
     Shape("16 sequences, 4 heads of 32", 16, LONG, 4, 32, 1, 50.0, 0.5),
 ]
+
+CPU_FLAGS = Path("/proc/cpuinfo")
 
 LONGEST = [
     Shape("2 sequences of 2,000-4,000, 4 heads of 32", 2, (3000.0, 0.2, 2000, 4000), 4, 32, 3, 0.9, None),
@@ -144,7 +149,7 @@ def padded(problem: Problem, inputs: list[Tensor]) -> Tensor:
     return torch.einsum("bhnm,bmhd->bnhd", weights, dense(v))[valid]
 
 
-def ours(backend: Backend) -> Attention:
+def ours(backend: Backend, products: Products = "fp32") -> Attention:
     """The operator with one of its back ends."""
 
     def attention(problem: Problem, inputs: list[Tensor]) -> Tensor:
@@ -161,6 +166,7 @@ def ours(backend: Backend) -> Attention:
             query_times=problem.query_times,
             key_times=problem.key_times,
             time_divisor=DIVISOR,
+            products=products,
             backend=backend,
         )
 
@@ -225,14 +231,24 @@ def measure(report: Report, shape: Shape, rounds: int) -> None:
 
 
 def measure_longest(report: Report, shape: Shape, rounds: int) -> None:
-    """Adds the share of the sgemm rate at one shape of `LONGEST`."""
+    """Adds the share of the sgemm rate at one shape of `LONGEST`, and what products of bfloat16 gain and cost."""
     problem = Problem.of(shape)
     check_agreement(shape, problem, {"cpp": ours("cpp")}, ours("torch"))
-    shares, work = [], gigaflops(shape, problem)
+    shares, gains, work = [], [], gigaflops(shape, problem)
     for _ in range(rounds):
         rate = sgemm_rate()
-        shares.append(work / per_call(partial(problem.step, ours("cpp"))) / rate)
+        seconds = [per_call(partial(problem.step, ours("cpp", products))) for products in get_args(Products)]
+        shares.append(work / seconds[0] / rate)
+        gains.append(seconds[0] / seconds[1])
     report.add(f"{shape.name}: cpp, share of the sgemm rate", statistics.median(shares), "x", at_least=shape.floor)
+    in_hardware = "avx512_bf16" in CPU_FLAGS.read_text() if CPU_FLAGS.is_file() else False
+    claim = f"{shape.name}: cpp, products bf16 over fp32"
+    report.add(claim, statistics.median(gains), "x", baseline=1.0, at_least=1.3 if in_hardware else None)
+    errors = [
+        float((a - b).detach().norm() / a.detach().norm())
+        for a, b in zip(problem.step(ours("cpp")), problem.step(ours("cpp", "bf16")), strict=True)
+    ]
+    report.add(f"{claim}: largest error, root mean square", max(errors), "", at_most=5e-3)
 
 
 def measure_threads(report: Report, shape: Shape, rounds: int) -> None:

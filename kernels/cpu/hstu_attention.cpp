@@ -21,8 +21,6 @@
 namespace turbogr {
 namespace {
 
-constexpr int64_t STRIP = 12;  // so many rows of a tile go through the elementwise part together, while they lie in the first cache
-
 constexpr int64_t BLOCK = 256;  // most columns of a block
 constexpr int64_t BLOCK_FLOATS = 1 << 17;  // what the keys and values of a block and their gradients may take of the second cache
 
@@ -143,29 +141,28 @@ class Forward : Worker<Element> {
 
     // SiLU of the scores, as left factor of times_columns.
     const Element* weights_of(const Tile& tile, const Element* queries, const Element* keys) {
-        for (int64_t m = 0; m < tile.rows; m += STRIP) {
-            const Tile strip = tile.strip(m, std::min(STRIP, tile.rows - m));
-            float* to = scores_ + m * TILE;
-            scores(strip, p_.qk_width, queries, keys, to);
-            activate(strip, m, to);
-            if constexpr (EACH > 1) pair_along(to, TILE, strip.rows, padded(tile.columns), factors_ + m * TILE / EACH, TILE / EACH);
+        scores(tile, p_.qk_width, queries, keys, scores_);
+        activate(tile);
+        if constexpr (EACH > 1) {
+            pair_along(scores_, TILE, tile.rows, padded(tile.columns), factors_, TILE / EACH);
+            return factors_;
+        } else {
+            return scores_;
         }
-        if constexpr (EACH > 1) return factors_;
-        else return scores_;
     }
 
-    // `first` is the strip's first row in its tile.
-    void activate(const Tile& strip, int64_t first, float* row) {
-        for (int64_t i = 0; i < strip.rows; i++, row += TILE) {
-            const int64_t limit = strip.limit(i);
-            const BiasRow bias = bias_.sum(first + i);
+    void activate(const Tile& tile) {
+        for (int64_t i = 0; i < tile.rows; i++) {
+            const int64_t limit = tile.limit(i);
+            float* row = scores_ + i * TILE;
+            const BiasRow bias = bias_.sum(i);
             int64_t j = 0;
             for (; j < limit; j += LANES) {
                 const Vector x = load(row + j) + (load(bias.values + j) + bias.constant);
                 store(row + j, x * sigmoid(x));
             }
             if (j > limit) store(row + j - LANES, first_lanes(load(row + j - LANES), limit - (j - LANES)));
-            for (; j < padded(strip.columns); j += LANES) store(row + j, Vector{});
+            for (; j < padded(tile.columns); j += LANES) store(row + j, Vector{});
         }
     }
 
@@ -269,18 +266,14 @@ class Backward : Worker<Element> {
     void tile_of_head(const Tile& tile, int64_t h, int64_t stride, int64_t row) {
         const int64_t right = h * stride / EACH;
         const bool add = !tile.diagonal();  // a column of tiles begins on the diagonal
-        for (int64_t m = 0; m < tile.rows; m += STRIP) {
-            const Tile strip = tile.strip(m, std::min(STRIP, tile.rows - m));
-            float *weights = weights_ + m * TILE, *grad = grad_scores_ + m * TILE;
-            scores(strip, p_.qk_width, queries_ + h * stride * qk_along_, transposed_keys_ + h * stride * qk_along_, weights);
-            scores(strip, p_.v_width, incoming_ + h * stride * v_along_, transposed_values_ + h * stride * v_along_, grad);
-            activate(strip, m, h > 0);
-            if constexpr (EACH > 1) {
-                const int64_t columns = padded(tile.columns), place = m * TILE / EACH;
-                pair_across(weights, TILE, strip.rows, columns, factors_[0] + place, TILE);
-                pair_across(grad, TILE, strip.rows, columns, factors_[1] + place, TILE);
-                pair_along(grad, TILE, strip.rows, columns, factors_[2] + place, TILE / EACH);
-            }
+        scores(tile, p_.qk_width, queries_ + h * stride * qk_along_, transposed_keys_ + h * stride * qk_along_, weights_);
+        scores(tile, p_.v_width, incoming_ + h * stride * v_along_, transposed_values_ + h * stride * v_along_, grad_scores_);
+        activate(tile, h > 0);
+        if constexpr (EACH > 1) {
+            const int64_t columns = padded(tile.columns);
+            pair_across(weights_, TILE, tile.rows, columns, factors_[0], TILE);
+            pair_across(grad_scores_, TILE, tile.rows, columns, factors_[1], TILE);
+            pair_along(grad_scores_, TILE, tile.rows, columns, factors_[2], TILE / EACH);
         }
         float* grad_queries = grad_queries_ + (h * stride + tile.first_row) * qk_;
         const auto factors = [&](int which, const float* floats) -> const Element* {
@@ -293,12 +286,11 @@ class Backward : Worker<Element> {
     }
 
     // Scores to SiLU of scores, gradients of the SiLU's output to those of its input; the latter summed over heads besides.
-    // `first` is the strip's first row in its tile.
-    void activate(const Tile& strip, int64_t first, bool add) {
-        for (int64_t i = 0; i < strip.rows; i++) {
-            const int64_t limit = strip.limit(i), begin = (first + i) * TILE;
-            float *weights = weights_ + begin, *grad = grad_scores_ + begin, *total = grad_bias_ + begin;
-            const BiasRow bias = bias_.sum(first + i);
+    void activate(const Tile& tile, bool add) {
+        for (int64_t i = 0; i < tile.rows; i++) {
+            const int64_t limit = tile.limit(i);
+            float *weights = weights_ + i * TILE, *grad = grad_scores_ + i * TILE, *total = grad_bias_ + i * TILE;
+            const BiasRow bias = bias_.sum(i);
             int64_t j = 0;
             for (; j < limit; j += LANES) {
                 const Vector x = load(weights + j) + (load(bias.values + j) + bias.constant);
@@ -313,7 +305,7 @@ class Backward : Worker<Element> {
                 store(grad + j, slope);
                 if (several_heads_) store(total + j, add ? load(total + j) + slope : slope);
             }
-            for (; j < padded(strip.columns); j += LANES) {
+            for (; j < padded(tile.columns); j += LANES) {
                 store(weights + j, Vector{});
                 store(grad + j, Vector{});
             }

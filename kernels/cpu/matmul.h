@@ -36,7 +36,7 @@ struct ColumnMajor {
 // What is known to be zero in a product with a tile on the diagonal, and is left out.
 enum class Skip {
     nothing,
-    columns_after_row,  // C[m, n] is not wanted for n > m + shift
+    columns_after_row,  // C[m, n] is not wanted for n > m
     inner_after_row,    // A[m, k] is zero for k > m
     inner_before_row,   // A[m, k] is zero for k < m
 };
@@ -98,13 +98,13 @@ static inline void panel(
 template <int ROWS, Skip SKIP, typename Left, typename Element>
 static inline int64_t panels(
     int64_t m, int64_t rows, int vectors, int64_t inner, Left a, const Element* b, int64_t b_stride, float* c,
-    int64_t c_stride, bool add, int64_t shift
+    int64_t c_stride, bool add
 ) {
     for (; m + ROWS <= rows; m += ROWS) {
         int wanted = vectors;
         int64_t first = 0, end = inner;
         if (SKIP == Skip::columns_after_row) {
-            const int needed = static_cast<int>((shift + m + ROWS + LANES - 1) / LANES);
+            const int needed = static_cast<int>((m + ROWS + LANES - 1) / LANES);
             wanted = needed < vectors ? needed : vectors;
         }
         constexpr int64_t EACH = FACTORS<Element>;
@@ -118,14 +118,13 @@ static inline int64_t panels(
 // C [rows, vectors * LANES] = A [rows, inner] B [inner, vectors * LANES], added to C if `add`; `inner` counts elements.
 template <Skip SKIP, typename Left, typename Element>
 static inline void product(
-    int64_t rows, int vectors, int64_t inner, Left a, const Element* b, int64_t b_stride, float* c, int64_t c_stride, bool add,
-    int64_t shift = 0
+    int64_t rows, int vectors, int64_t inner, Left a, const Element* b, int64_t b_stride, float* c, int64_t c_stride, bool add
 ) {
     int64_t m = 0;
-    if (vectors <= NARROW_VECTORS) m = panels<12, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
-    m = panels<6, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
-    m = panels<4, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
-    panels<1, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add, shift);
+    if (vectors <= NARROW_VECTORS) m = panels<12, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
+    m = panels<6, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
+    m = panels<4, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
+    panels<1, SKIP>(m, rows, vectors, inner, a, b, b_stride, c, c_stride, add);
 }
 
 // `rows` rows of `width` numbers times `factor`, into rows of `padded` floats. What is added is zero, whole rows up to

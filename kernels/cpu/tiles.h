@@ -12,8 +12,6 @@ struct Tile {
     bool diagonal() const { return first_row == first_column; }
     // How many columns of this row (counted within the tile) lie on or below the diagonal.
     int64_t limit(int64_t row) const { return std::min(columns, first_row + row - first_column + 1); }
-    // Some of its rows.
-    Tile strip(int64_t first, int64_t count) const { return {first_row + first, count, first_column, columns}; }
 };
 
 // Widths and row counts in whole vectors.
@@ -67,8 +65,7 @@ static inline void scores(
     const int64_t stride = row_elements<Element>(width), inner = (width + FACTORS<Element> - 1) / FACTORS<Element>;
     const RowMajor<Element> a{rows + tile.first_row * stride, stride};
     const Element* b = transposed + tile.first_column * stride;
-    const int64_t shift = tile.first_row - tile.first_column;
-    if (tile.limit(0) < tile.columns) product<Skip::columns_after_row>(tile.rows, vectors, inner, a, b, TILE, to, TILE, add, shift);
+    if (tile.diagonal()) product<Skip::columns_after_row>(tile.rows, vectors, inner, a, b, TILE, to, TILE, add);
     else product<Skip::nothing>(tile.rows, vectors, inner, a, b, TILE, to, TILE, add);
 }
 
