@@ -14,6 +14,20 @@ def without_autocast(like: Tensor) -> torch.autocast:
     return torch.autocast(like.device.type, enabled=False)
 
 
+def check_devices(operator: str, **tensors: Tensor | None) -> None:
+    """Checks that all tensors, named as the operator's arguments, are where the first one is; absent ones are passed over.
+
+    One tensor decides the back end: a kernel would read another one's address on a device as one of its own.
+
+    Raises:
+        ValueError: names the operator, both arguments and both devices.
+    """
+    given = [(name, tensor.device) for name, tensor in tensors.items() if tensor is not None]
+    for name, device in given[1:]:
+        if device != given[0][1]:
+            raise ValueError(f"{operator}: {name} is on {device}, but {given[0][0]} on {given[0][1]}")
+
+
 def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """Checks shapes and dtypes that all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], offsets [B + 1].
 
