@@ -76,5 +76,6 @@ def test_options_are_checked_at_construction():
         ConfigurationError, match="SampledSoftmax: backend must be one of auto, cpp, torch, reference, got 'fast'"
     ):
         SampledSoftmax(backend="fast")
-    with pytest.raises(ConfigurationError, match="temperature must be positive, got 0"):
-        SampledSoftmax(0)
+    for temperature in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match=f"temperature must be positive and finite, got {temperature}"):
+            SampledSoftmax(temperature)

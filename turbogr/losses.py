@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 
 from torch import Tensor, nn
@@ -40,13 +41,13 @@ class SampledSoftmax(RetrievalLoss):
         backend: of `turbogr::sampled_softmax`, which computes the loss of each token; see `turbogr.ops.backend.Backend`.
 
     Raises:
-        ConfigurationError: if the temperature is not positive or the back end is unknown.
+        ConfigurationError: if the temperature is not positive and finite, or the back end is unknown.
     """
 
     def __init__(self, temperature: float = 0.05, backend: Backend = "auto") -> None:
         super().__init__()
-        if not temperature > 0:
-            raise ConfigurationError(f"SampledSoftmax: temperature must be positive, got {temperature}")
+        if not 0 < temperature < math.inf:
+            raise ConfigurationError(f"SampledSoftmax: temperature must be positive and finite, got {temperature}")
         check_backend("SampledSoftmax", backend)
         self.temperature, self.backend = temperature, backend
 

@@ -120,23 +120,24 @@ class Token {
         for (int64_t s = 1; s < p_.count; s++)
             if (index[s - 1] == target) values_[s] = least;
         for (int64_t s = p_.count; s < padded_; s++) values_[s] = least;
-        const float positive = values_[0] * factor;
+        const float positive = values_[0];
         values_[0] = least;  // the positive is added last: what the others sum up to must not be rounded away
         Vector lanes = broadcast(least);
         for (int64_t s = 0; s < padded_; s += LANES) lanes = maximum(load(values_ + s), lanes);
-        float largest = lanes[0];
-        for (int lane = 1; lane < LANES; lane++) largest = std::max(largest, lanes[lane]);
-        largest = std::max(largest * factor, positive);
+        float largest = positive;
+        for (int lane = 0; lane < LANES; lane++) largest = std::max(largest, lanes[lane]);
+        // The difference first: of scaled products, a compiler that fuses rounds only one, and an exponent may be positive then.
         Vector sums{};
         for (int64_t s = 0; s < padded_; s += LANES) {
-            const Vector power = exponential(load(values_ + s) * factor - largest);
+            const Vector power = exponential((load(values_ + s) - largest) * factor);
             store(values_ + s, power);
             sums += power;
         }
-        const float own = std::exp(positive - largest), others = sum(sums), scale = factor / (own + others);
+        const float below = (largest - positive) * factor;
+        const float own = std::exp(-below), others = sum(sums), scale = factor / (own + others);
         for (int64_t s = 0; s < padded_; s += LANES) store(values_ + s, load(values_ + s) * scale);
         values_[0] = -others * scale;  // (own / total - 1) * factor
-        return (largest - positive) + std::log1p(others + (own - 1));
+        return below + std::log1p(others + (own - 1));
     }
 
   private:
@@ -203,7 +204,6 @@ int turbogr_weighted_rows(const TurbogrSamples* samples, const float* weights, f
 
 int turbogr_row_sums(const TurbogrSamples* samples, const float* weights, const float* factors, float* sums, int64_t* wrong) {
     const TurbogrSamples& p = *samples;
-    if (p.tokens > std::numeric_limits<uint32_t>::max()) return 1;
     const int threads = static_cast<int>(threads_of(p));
     Rows outputs;
     if (!outputs.prepare(p.output, p.output_row, p.tokens, p.width, threads)) return 1;

@@ -9,7 +9,7 @@ extern "C" {
 // Every token has `count` samples, which are rows of a table. Where there are targets, a token's target is its sample 0 and its
 // entries of `index` follow; then count is one more than the width of `index`.
 struct TurbogrSamples {
-    int64_t tokens, count, width, rows;
+    int64_t tokens, count, width, rows;  // tokens < 2^32
     const float* output;  // [tokens, width]
     int64_t output_row;   // stride in floats
     const float* table;   // [rows, width]

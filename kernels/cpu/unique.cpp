@@ -13,6 +13,9 @@
 #include <new>
 #include <utility>
 
+#include "rows.h"
+#include "tasks.h"
+
 namespace turbogr {
 namespace {
 
@@ -25,18 +28,12 @@ constexpr int64_t NO_MEMORY = INT64_MIN;
 constexpr int DIGIT_BITS = 11;
 constexpr int64_t DIGITS = int64_t{1} << DIGIT_BITS;
 
-struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-};
-
 struct Word {
     uint64_t bits;
     int64_t before;  // distinct ids below this word's
 };
 
 int bit_width(uint64_t x) { return x == 0 ? 0 : 64 - __builtin_clzll(x); }
-
-bool outside(int64_t id, int64_t num_rows) { return static_cast<uint64_t>(id) >= static_cast<uint64_t>(num_rows); }
 
 int64_t by_bitmap(const TurbogrUnique& p) {
     const int64_t words = p.num_rows / 64 + 1;

@@ -143,6 +143,23 @@ def test_an_output_is_written_again(backend):
             allocations(partial(jagged_embedding_lookup, tables, many, splits * 6000, out=out, backend=backend))
 
 
+def test_an_output_inside_a_table_is_refused(backend):
+    memory = torch.randn(12, 4, dtype=TOLERANCES[backend][0])
+    for chosen in (backend, "reference"):
+        with pytest.raises(ValueError, match="lookup: out shares its storage with a table"):
+            jagged_embedding_lookup(
+                [memory[6:], memory[:6]], torch.tensor([5, 4]), torch.tensor([0, 1, 2]), out=memory[:2], backend=chosen
+            )
+
+
+def test_other_devices_are_refused():
+    table, ids = torch.zeros(5, 4), torch.tensor([1, 2])
+    with pytest.raises(ValueError, match="lookup: ids is on meta, but tables on cpu"):
+        jagged_embedding_lookup([table], ids.to("meta"))
+    with pytest.raises(ValueError, match="index is on meta, but gradient on cpu"):
+        sum_by_row(table[:2], ids.to("meta"), 5)
+
+
 def test_narrow_integers(backend):
     dtype, _ = TOLERANCES[backend]
     tables, ids, splits = inputs_of([50, 5], [20, 9], dtype=dtype)

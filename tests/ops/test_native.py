@@ -185,6 +185,15 @@ def test_no_compiler(monkeypatch, caplog, tiny):
     assert len(caplog.records) == 1, "one line, however many kernels"
 
 
+def test_a_compiler_that_is_no_command(monkeypatch, caplog, tiny):
+    monkeypatch.setenv("CXX", "'g++")
+    kernels = [Kernel("first", tiny), Kernel("second", tiny)]
+    with caplog.at_level(logging.WARNING):
+        assert [kernel.library() for kernel in kernels] == [None, None]
+    assert {kernel.choice() for kernel in kernels} == {("torch", """CXX is "'g++", no command: No closing quotation""")}
+    assert len(caplog.records) == 1
+
+
 @needs_compiler
 def test_a_cache_that_cannot_be_written(tmp_path, caplog, tiny):
     (tmp_path / "cache").write_text("a file where the folder should be")

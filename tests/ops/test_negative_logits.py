@@ -6,7 +6,7 @@ from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.jagged_cases import max_errors
+from tests.ops.jagged_cases import far_apart, max_errors
 from tests.ops.sanitizer import assert_clean
 from turbogr.errors import ConfigurationError
 from turbogr.ops import negative_logits as module
@@ -187,7 +187,7 @@ def test_never_materialises_every_embedding(rows, backend):
     assert naive >= everything
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 @pytest.mark.parametrize("value", [-1, 9, 2**40, -(2**63)])
 def test_an_index_outside_is_named(backend, value):
     output, table, index = inputs_of(60, 7, 4, 9, dtype=torch.float32)
@@ -196,6 +196,8 @@ def test_an_index_outside_is_named(backend, value):
     message = rf"turbogr::negative_logits: index\[41, 5\] is {value}, outside the rows 0..8"
     with pytest.raises(IndexError, match=message):
         negative_logits(output, table, index, backend=backend)
+    if backend == "reference":
+        return
     with pytest.raises(IndexError, match=message):
         _negative_logits_backward(torch.ones(60, 7), output.detach(), table.detach(), index, backend)
 
@@ -228,8 +230,27 @@ def test_autocast_does_not_reach_inside():
     assert torch.equal(logits, negative_logits(output, table, index, backend="torch"))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_addresses_beyond_32_bits(backend):
+    output, table, index = inputs_of(3, 5, 16, 3, dtype=torch.float32)
+    apart = [far_apart(x.detach()[:, None])[:, 0].requires_grad_() for x in (output, table)]
+    expected, actual = (negative_logits(*x, index, backend=backend) for x in ((output, table), apart))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual.sum(), apart), torch.autograd.grad(expected.sum(), (output, table)))
+
+
+def test_more_tokens_than_the_kernel_counts_are_refused():
+    many = torch.empty(2**32, 0)
+    with pytest.raises(ValueError, match=r"turbogr::negative_logits: 4,294,967,296 tokens are beyond 2\^32 - 1"):
+        negative_logits(many, torch.empty(5, 0), many.long(), backend="cpp")
+
+
 def test_wrong_inputs_are_named():
     output, table, index = inputs_of(4, 3, 2, 5)
+    for meta in ("rows", "index"):
+        named = {"output": output, "rows": table, "index": index}
+        with pytest.raises(ValueError, match=f"turbogr::negative_logits: {meta} is on meta, but output on cpu"):
+            negative_logits(**{**named, meta: named[meta].to("meta")})
     with pytest.raises(ValueError, match=r"share D and dtype"):
         negative_logits(output, table.float(), index)
     with pytest.raises(ValueError, match=r"share D and dtype"):

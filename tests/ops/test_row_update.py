@@ -8,6 +8,7 @@ from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ops.jagged_cases import far_apart
 from turbogr.errors import ConfigurationError, MissingDependencyError
 from turbogr.ops import row_update as module
 from turbogr.ops.native import Kernel
@@ -202,6 +203,28 @@ def test_ids_outside_their_table_are_named_and_nothing_is_changed(rule, wrong, b
             row_update(rule, *pairs[0], torch.tensor([3, wrong]), gradient[:2], backend=chosen)
     for pair in pairs:
         assert all(torch.equal(a, b) for a, b in zip(floats(*pair), floats(*table_of(rule, 20, 8, dtype)), strict=True))
+
+
+@pytest.mark.parametrize("rule", RULES[:3], ids=_KINDS[:3])
+def test_addresses_beyond_32_bits(rule, backend):
+    dtype, tolerance = torch.float32, TOLERANCES["cpp"][1]
+    weight, state = table_of(rule, 3, 16, dtype)
+    rows, (_, gradient) = torch.tensor([2, 0, 1]), batch_of(3, 3, 16, dtype)
+    expected = row_update_reference(rule, weight, state, rows, gradient)
+    *apart, gradient = (far_apart(x[:, None])[:, 0] for x in (weight, *state, gradient))
+    row_update(rule, apart[0], apart[1:], rows, gradient, backend=backend)
+    assert max(errors_of(apart, expected)) < tolerance
+
+
+def test_other_devices_are_refused():
+    rule = RowRule("adagrad", lr=0.1)
+    given = {"weight": torch.zeros(5, 4), "rows": torch.tensor([1, 2]), "gradient": torch.zeros(2, 4)}
+    state = torch.zeros(5, 4)
+    for meta, name in (("rows", "ids"), ("gradient", "gradient")):
+        with pytest.raises(ValueError, match=f"turbogr::row_update: {name} is on meta, but tables on cpu"):
+            row_update(rule, state=[state], **{**given, meta: given[meta].to("meta")})
+    with pytest.raises(ValueError, match="turbogr::row_update: state is on meta, but tables on cpu"):
+        row_update(rule, state=[state.to("meta")], **given)
 
 
 def test_wrong_arguments_are_refused():

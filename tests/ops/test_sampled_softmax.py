@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.ops.jagged_cases import max_errors
+from tests.ops.jagged_cases import far_apart, max_errors
 from tests.ops.test_negative_logits import BACKENDS, SHAPES, results_with_threads
 from turbogr.errors import ConfigurationError
 from turbogr.ops import negative_logits
@@ -121,6 +121,23 @@ def test_huge_logits_do_not_overflow(backend, sign):
     assert all(x.isfinite().all() for x in gradients)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [1e-9, 1e-30])
+def test_tiny_temperatures_do_not_overflow(backend, temperature):
+    """Logits whose rounding errors alone exceed what exp can take."""
+    g = torch.Generator().manual_seed(0)
+    output, table = (torch.randn(n, 16, generator=g).requires_grad_() for n in (50, 90))
+    samples = torch.randint(0, 90, (50,), generator=g), torch.randint(0, 90, (50, 20), generator=g)
+    loss = sampled_softmax(output, table, *samples, temperature=temperature, backend=backend)
+    assert (loss >= 0).all()
+    expected = sampled_softmax_reference(output, table, *samples, temperature)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5 / temperature)
+    gradients = torch.autograd.grad(loss.sum(), (output, table))
+    assert all(x.isfinite().all() for x in gradients)
+    for a, b in zip(gradients, torch.autograd.grad(expected.sum(), (output, table)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 / temperature)
+
+
 def test_the_kernel_resolves_small_losses():
     """log(1 + x) for x far below float32's spacing at 1."""
     table = torch.tensor([[0.5], [-0.5]])
@@ -193,7 +210,7 @@ def test_threads_do_not_change_a_bit(shape):
         assert not torch.equal(backwards, first[2]), "negative control: another order of the sums changes bits"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 @pytest.mark.parametrize("value", [-1, 9, 2**40])
 def test_an_index_outside_is_named(backend, value):
     output, table, targets, negatives = inputs_of(60, 7, 4, 9)
@@ -230,11 +247,24 @@ def test_wrong_inputs_are_named():
         sampled_softmax(output, table, targets, negatives[:2], temperature=1.0)
     with pytest.raises(ValueError, match=r"targets is int64 or int32 \[T\] with T = 4; got torch.int64 \[3\]"):
         sampled_softmax(output, table, targets[:3], negatives, temperature=1.0)
-    for temperature in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"temperature must be positive"):
+    with pytest.raises(ValueError, match="turbogr::sampled_softmax: negatives is on meta, but output on cpu"):
+        sampled_softmax(output, table, targets, negatives.to("meta"), temperature=1.0)
+    with pytest.raises(ValueError, match="turbogr::sampled_softmax: targets is on meta, but output on cpu"):
+        sampled_softmax(output, table, targets.to("meta"), negatives, temperature=1.0)
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"temperature must be positive and finite"):
             sampled_softmax(output, table, targets, negatives, temperature=temperature)
     with pytest.raises(ConfigurationError, match=r"turbogr::sampled_softmax: backend cpp computes float32 on the CPU"):
         sampled_softmax(output.double(), table.double(), targets, negatives, temperature=1.0, backend="cpp")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_addresses_beyond_32_bits(backend):
+    output, table, *samples = inputs_of(3, 5, 16, 3)
+    apart = [far_apart(x.detach()[:, None])[:, 0].requires_grad_() for x in (output, table)]
+    expected, actual = (sampled_softmax(*x, *samples, temperature=0.1, backend=backend) for x in ((output, table), apart))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual.sum(), apart), torch.autograd.grad(expected.sum(), (output, table)))
 
 
 @pytest.mark.slow

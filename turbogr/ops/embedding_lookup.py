@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from turbogr.ops import embedding_native
 from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.embedding_native import KERNEL
+from turbogr.ops.jagged import check_devices
 from turbogr.ops.registry import register_loadable
 from turbogr.ops.unique import unique_segments
 
@@ -42,7 +43,7 @@ def jagged_embedding_lookup(
         ids: int64 or int32 [N], rows of the tables.
         splits: int64 or int32 [K + 1], rising from 0 to N, on any device; may be left out for a single table.
         out: float [N, D] of the tables' dtype, to be written instead of a new tensor; not with tables that require a gradient
-            (unless gradients are disabled).
+            (unless gradients are disabled), and not in the storage of a table.
         backend: see `turbogr.ops.backend.Backend`.
 
     Returns:
@@ -51,7 +52,8 @@ def jagged_embedding_lookup(
     Raises:
         IndexError: if an id lies outside its table; names the table, the id and the table's rows. (Tables on other devices
             than the CPU: PyTorch's own error.)
-        ValueError: if shapes, dtypes or splits contradict each other, or `out` is given where a gradient is wanted.
+        ValueError: if shapes, dtypes or splits contradict each other, devices differ, or `out` is given where a gradient is
+            wanted or lies in a table.
         ConfigurationError: if `backend` is unknown, or is `cpp` and the tables are not float32 on the CPU.
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
@@ -70,6 +72,8 @@ def jagged_embedding_lookup(
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*tables, out)):
         raise ValueError(f"{OPERATOR}: out cannot be given where a gradient is wanted")
+    if any(out.untyped_storage() is table.untyped_storage() for table in tables):
+        raise ValueError(f"{OPERATOR}: out shares its storage with a table, whose rows would change while they are read")
     if backend == "reference":
         return out.copy_(jagged_embedding_lookup_reference(tables, ids, splits))
     _lookup_out(tables, ids, splits, out, backend)
@@ -97,7 +101,9 @@ def sum_by_row(gradient: Tensor, index: Tensor, num_rows: int, *, backend: Backe
 
     Raises:
         IndexError: if an index is outside.
+        ValueError: if the devices differ.
     """
+    check_devices(f"{OPERATOR}_backward", gradient=gradient, index=index)
     if backend == "reference":
         sums = torch.zeros(num_rows, gradient.shape[1], dtype=torch.float64, device=gradient.device)
         return sums.index_add_(0, index, gradient.double()).to(gradient.dtype)
@@ -105,7 +111,7 @@ def sum_by_row(gradient: Tensor, index: Tensor, num_rows: int, *, backend: Backe
 
 
 def check_tables(operator: str, tables: Sequence[Tensor], ids: Tensor, splits: Tensor | None) -> None:
-    """Checks tables [V_k, D] of one dtype and device, ids [N] and splits [K + 1]; values are checked where they are used.
+    """Checks tables [V_k, D] of one dtype and device, ids [N] there too, splits [K + 1]; values are checked where they are used.
 
     Raises:
         ValueError: names the operator, the argument and what was found.
@@ -121,6 +127,7 @@ def check_tables(operator: str, tables: Sequence[Tensor], ids: Tensor, splits: T
         raise ValueError(f"{operator}: tables are of a floating dtype; got {first.dtype}")
     if ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{operator}: ids is int64 or int32 [N]; got {ids.dtype} {list(ids.shape)}")
+    check_devices(operator, tables=first, ids=ids)
     if splits is None:
         if len(tables) != 1:
             raise ValueError(f"{operator}: splits can be left out for a single table only; there are {len(tables)}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turbogr.ops.backend import Backend, check_backend, kernel_for
-from turbogr.ops.jagged import without_autocast
+from turbogr.ops.jagged import check_devices, without_autocast
 from turbogr.ops.negative_logits_native import KERNEL, SampledRows, outside
 from turbogr.ops.registry import register_loadable
 
@@ -44,7 +44,7 @@ def negative_logits(output: Tensor, rows: Tensor, index: Tensor, *, backend: Bac
         float [T, R].
 
     Raises:
-        ValueError: if shapes or dtypes contradict each other.
+        ValueError: if shapes or dtypes contradict each other, or devices differ.
         IndexError: if an index on the CPU is not a row; the message names the first one.
         ConfigurationError: if `backend` is unknown, or is `cpp` and the inputs are not float32 on the CPU.
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
@@ -52,6 +52,7 @@ def negative_logits(output: Tensor, rows: Tensor, index: Tensor, *, backend: Bac
     check_backend(OPERATOR, backend)
     index = checked_samples(OPERATOR, output, rows, index)
     if backend == "reference":
+        check_rows(OPERATOR, "index", index, rows.shape[0])
         return negative_logits_reference(output, rows, index).to(output.dtype)
     with without_autocast(output):
         return _negative_logits(output, rows, index, backend)
@@ -79,6 +80,7 @@ def checked_samples(operator: str, output: Tensor, rows: Tensor, index: Tensor, 
         raise ValueError(
             f"{operator}: {name} is int64 or int32 [T, R] with T = {output.shape[0]}; got {index.dtype} {list(index.shape)}"
         )
+    check_devices(operator, output=output, rows=rows, **{name: index})
     return index.long()
 
 

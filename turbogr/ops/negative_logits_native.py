@@ -15,6 +15,9 @@ KERNEL = Kernel("negative_logits")
 WRONG_INDEX = 2
 """What a function returns if a sample is outside the table."""
 
+MOST_TOKENS = 2**32 - 1
+"""A sample that waits for its sum is kept in 12 bytes, 4 of them for its token."""
+
 
 class _Samples(ctypes.Structure):
     """`TurbogrSamples`."""
@@ -41,6 +44,9 @@ class SampledRows:
         targets: int64 [T]: a token's sample 0, before its R others; or None.
         output: float32 [T, D].
         table: float32 [U, D]; None if only `row_sums` is called.
+
+    Raises:
+        ValueError: if there are more than `MOST_TOKENS` tokens.
     """
 
     def __init__(
@@ -53,6 +59,8 @@ class SampledRows:
         output: Tensor,
         table: Tensor | None = None,
     ) -> None:
+        if output.shape[0] > MOST_TOKENS:
+            raise ValueError(f"{operator}: {output.shape[0]:,} tokens are beyond 2^32 - 1")
         self.operator, self.library = operator, library
         self.tokens, self.width = output.shape
         self.count, self.num_rows = index.shape[1] + (targets is not None), num_rows

@@ -30,6 +30,7 @@ from turbogr.ops import embedding_native
 from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.embedding_lookup import check_range, check_tables, edges_of, outside, segment_sums
 from turbogr.ops.embedding_native import KERNEL
+from turbogr.ops.jagged import check_devices
 from turbogr.ops.registry import register_loadable
 from turbogr.ops.unique import unique_segments
 
@@ -81,7 +82,7 @@ def row_update(
 
     Raises:
         IndexError: if a row lies outside the table; nothing is changed then.
-        ValueError: if shapes or dtypes contradict each other or the rule.
+        ValueError: if shapes or dtypes contradict each other or the rule, or devices differ.
         ConfigurationError: if `backend` is unknown, or is `cpp` and the table is not float32 on the CPU.
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
@@ -201,6 +202,7 @@ def _check(
         raise ValueError(
             f"{operator}: gradient is {tables[0].dtype} [{ids.numel()}, {width}]; got {gradient.dtype} {list(gradient.shape)}"
         )
+    check_devices(operator, tables=tables[0], gradient=gradient)
     if len(states) != len(tables):
         raise ValueError(f"{operator}: there are {len(tables)} tables and {len(states)} states")
     for table, state in zip(tables, states, strict=True):
@@ -211,6 +213,9 @@ def _check(
         found = [(tuple(x.shape), x.dtype) for x in state]
         if found != expected:
             raise ValueError(f"{operator}: the state of {rule.kind} is {expected} for a table {list(table.shape)}; got {found}")
+        # But for the number of the step, which optimizers keep on the CPU.
+        for x in state:
+            check_devices(operator, tables=table, state=x if x.dim() else None)
 
 
 def _update(

@@ -13,11 +13,13 @@ itself in float64.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from turbogr.ops.backend import Backend, check_backend, kernel_for
-from turbogr.ops.jagged import without_autocast
+from turbogr.ops.jagged import check_devices, without_autocast
 from turbogr.ops.negative_logits import check_rows, checked_samples, row_sums, sample_logits, weighted_rows
 from turbogr.ops.negative_logits_native import KERNEL, SampledRows
 from turbogr.ops.registry import register_loadable
@@ -35,28 +37,32 @@ def sampled_softmax(
         rows: float [U, D], the distinct rows.
         targets: int64 or int32 [T], row of each token's target, in [0, U).
         negatives: int64 or int32 [T, R], row of each sample, in [0, U); a row drawn twice counts twice.
-        temperature: divides the products; positive.
+        temperature: divides the products; positive and finite.
         backend: see `turbogr.ops.backend.Backend`.
 
     Returns:
         float [T]; 0 for a token whose negatives are all left out.
 
     Raises:
-        ValueError: if shapes or dtypes contradict each other, or the temperature is not positive.
+        ValueError: if shapes or dtypes contradict each other, devices differ, or the temperature is not
+            positive and finite.
         IndexError: if an index on the CPU is not a row; the message names the first one.
         ConfigurationError: if `backend` is unknown, or is `cpp` and the inputs are not float32 on the CPU.
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
     check_backend(OPERATOR, backend)
     negatives = checked_samples(OPERATOR, output, rows, negatives, "negatives")
+    check_devices(OPERATOR, output=output, targets=targets)
     if targets.shape != output.shape[:1] or targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"{OPERATOR}: targets is int64 or int32 [T] with T = {output.shape[0]}; got {targets.dtype} {list(targets.shape)}"
         )
-    if not temperature > 0:
-        raise ValueError(f"{OPERATOR}: temperature must be positive, got {temperature}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"{OPERATOR}: temperature must be positive and finite, got {temperature}")
     targets = targets.long()
     if backend == "reference":
+        check_rows(OPERATOR, "targets", targets, rows.shape[0])
+        check_rows(OPERATOR, "negatives", negatives, rows.shape[0])
         return sampled_softmax_reference(output, rows, targets, negatives, temperature).to(output.dtype)
     with without_autocast(output):
         return _sampled_softmax(output, rows, targets, negatives, temperature, backend)[0]

@@ -120,9 +120,13 @@ def compiler() -> tuple[list[str], str]:
     """The command that compiles, without flags of ours, and what it says of its version.
 
     Raises:
-        MissingDependencyError: if it is not on the path or cannot be run.
+        MissingDependencyError: if it is not on the path or cannot be run, or if CXX has a quote that nothing closes.
     """
-    configured = shlex.split(os.environ.get("CXX", ""))
+    variable = os.environ.get("CXX", "")
+    try:
+        configured = shlex.split(variable)
+    except ValueError as error:
+        raise MissingDependencyError(f"CXX is {variable!r}, no command: {error}") from error
     command = configured or ["g++"]
     path = shutil.which(command[0])
     if path is None:
