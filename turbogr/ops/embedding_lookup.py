@@ -111,7 +111,7 @@ def sum_by_row(gradient: Tensor, index: Tensor, num_rows: int, *, backend: Backe
 
 
 def check_tables(operator: str, tables: Sequence[Tensor], ids: Tensor, splits: Tensor | None) -> None:
-    """Checks tables [V_k, D] of one dtype and device, ids [N] there too, splits [K + 1]; values are checked where they are used.
+    """Checks tables [V_k, D] of one dtype and device, ids [N] there, splits [K + 1]; values are checked where they are read.
 
     Raises:
         ValueError: names the operator, the argument and what was found.
