@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.documented import turbogr, write_examples
 from tests.ops.jagged_cases import offsets_of
@@ -64,10 +66,17 @@ def test_own_operator_fits_in_with_pytorch(operator):
     x, offsets = torch.randn(sum(LENGTHS), 5, requires_grad=True), offsets_of(LENGTHS)
     for backend in ("auto", "torch"):
         torch.library.opcheck(torch.ops.mine.jagged_mean, (x, offsets, backend))
+        compiled = torch.compile(partial(operator.jagged_mean, backend=backend), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x, offsets), operator.jagged_mean(x, offsets, backend=backend))
     wide = x.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: operator.jagged_mean(x, offsets, backend="torch"), wide)
     with pytest.raises(ValueError, match="mine::jagged_mean: offsets"):
         operator.jagged_mean(x, offsets + 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert operator.jagged_mean(torch.randn(sum(LENGTHS), 5), offsets.new_empty(len(LENGTHS) + 1)).shape == (
+            len(LENGTHS),
+            5,
+        )
 
 
 @pytest.mark.parametrize("compiler", ["g++", "no-such-compiler"])

@@ -62,6 +62,7 @@ struct Queue {
     int64_t count = 0, longest = 0;
 
     bool build(const int64_t* offsets, int64_t sequences, int64_t heads) {
+        if (sequences < 1 || heads < 1) return true;  // no work: the count stays 0
         const int64_t most = sequences * heads;
         tasks.reset(new (std::nothrow) Task[static_cast<size_t>(most)]);
         order.reset(new (std::nothrow) int64_t[static_cast<size_t>(most)]);

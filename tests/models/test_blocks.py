@@ -16,6 +16,7 @@ from turbogr.models.bias import RelativeBias, TimeBuckets
 from turbogr.models.fuxi import FuXi
 from turbogr.models.hstu import HSTU
 from turbogr.models.sasrec import SASRec
+from turbogr.ops.hstu_native import KERNEL
 
 LENGTHS = [9, 1, 14, 30]
 
@@ -153,6 +154,22 @@ def test_each_option_of_hstu_changes_what_it_computes(option):
     assert not torch.allclose(*outputs, rtol=1e-3, atol=1e-3)
 
 
+def test_products_of_bfloat16_are_the_kernel_s():
+    if KERNEL.library() is None:
+        pytest.skip(KERNEL.failure())
+    batch, tokens, outputs = random_batch(LENGTHS), torch.randn(sum(LENGTHS), 8), {}
+    for backend, products in (("cpp", "fp32"), ("cpp", "bf16"), ("torch", "bf16")):
+        torch.manual_seed(0)
+        backbone = hstu(products=products, backend=backend)
+        for parameter in backbone.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        outputs[backend, products] = backbone(tokens, batch)
+    exact = outputs["cpp", "fp32"]
+    error = (outputs["cpp", "bf16"] - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert 1e-5 < error < 1e-2
+    torch.testing.assert_close(outputs["torch", "bf16"], exact, rtol=1e-4, atol=1e-5)  # PyTorch does not round
+
+
 def test_affine_norms_and_the_bias_start_as_if_they_were_not_there():
     batch, tokens, outputs = random_batch(LENGTHS), torch.randn(sum(LENGTHS), 8), []
     for options in ({}, {"affine_norms": True, "uvqk_bias": True}):
@@ -246,6 +263,7 @@ def test_the_position_table_is_read_by_distance():
         (lambda: HSTU(num_blocks=0), "HSTU: num_blocks must be at least 1"),
         (lambda: HSTU(qk_dim=-1), "HSTU: qk_dim must be at least 1"),
         (lambda: SASRec(ffn_dim=0), "SASRec: ffn_dim must be at least 1"),
+        (lambda: HSTU(products="fp16"), "HSTU: products must be one of fp32, bf16, got 'fp16'"),
         (lambda: HSTU(attention_scale="row"), "attention_scale must be one of constant, length, position, got 'row'"),
         (lambda: HSTU(dropout=1.0), r"dropout must lie in \[0, 1\), got 1.0"),
         (lambda: HSTU(mask="windowed"), "HSTU: there is no mask 'windowed'; known are causal"),

@@ -255,7 +255,7 @@ def test_keeps_no_square_matrix(backend):
         ({"v": torch.zeros(5, 2, 3)}, r"v is \[T, H, dv\]"),
         ({"q": torch.zeros(4, 2, 2).half()}, "share one floating dtype"),
         ({"offsets": torch.tensor([0, 4], dtype=torch.int16)}, "offsets is int64 or int32"),
-        ({"position_bias": torch.zeros(2, 2)}, "position_bias is a table"),
+        ({"position_bias": torch.zeros(2, 2)}, "position_bias is a float table"),
         ({"position_bias": torch.zeros(3)}, "position_bias has 3 entries, the longest sequence 4 tokens"),
         ({"query_times": None}, "needs query_times"),
         ({"key_times": torch.zeros(3, dtype=torch.int64)}, "needs key_times"),

@@ -50,8 +50,9 @@ class Backbone(nn.Module):
         dim: D, width of item embeddings and tokens.
         max_length: longest history that positions are learned for.
         dropout: dropout of the input, and of the blocks where they say so.
-        backend: implementation of the operators: auto takes the C++ kernel where it serves (float32 on a CPU with a compiler)
-            and PyTorch elsewhere; cpp, torch and reference (float64, slow) take that one or fail.
+        backend: implementation of the operators: auto takes the C++ kernel where it serves (float32, for many operators also
+            bfloat16, on a CPU with a compiler) and PyTorch elsewhere; cpp, torch and reference (float64, slow) take that one
+            or fail.
         rematerialise: keep only the results of matrix products and attention for backward, and compute norms, activations,
             gates and dropout again there. Same gradients; HSTU's blocks keep 0.6 of the memory, FuXi's 0.55, SASRec's 0.8,
             and a step takes a tenth longer.

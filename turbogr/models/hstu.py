@@ -16,6 +16,7 @@ from turbogr.ops.backend import Backend
 from turbogr.ops.dropout import Dropout
 from turbogr.ops.gated_norm import gated_norm, unit_norm
 from turbogr.ops.hstu_attention import jagged_hstu_attention
+from turbogr.ops.hstu_native import Products, check_products
 from turbogr.ops.masks import CAUSAL
 from turbogr.ops.silu_split import silu_split
 
@@ -64,6 +65,7 @@ class HSTUBlock(nn.Module):
         affine_norms: both norms have a weight and a bias.
         uvqk_bias: there is a b_w.
         scaled_scores: alpha is 1 / sqrt(qk_dim).
+        products: precision of attention's matrix products.
     """
 
     def __init__(
@@ -80,10 +82,12 @@ class HSTUBlock(nn.Module):
         affine_norms: bool = False,
         uvqk_bias: bool = False,
         scaled_scores: bool = False,
+        products: Products = "fp32",
     ) -> None:
         super().__init__()
         self.backend: Backend = backend
         self.mask = mask
+        self.products: Products = products
         self.num_heads, self.qk_dim, self.v_dim, self.max_length = num_heads, qk_dim, v_dim, max_length
         self.sizes = [num_heads * v_dim, num_heads * v_dim, num_heads * qk_dim, num_heads * qk_dim]
         self.uvqk = nn.Parameter(torch.empty(dim, sum(self.sizes)).normal_(std=0.02))
@@ -115,6 +119,7 @@ class HSTUBlock(nn.Module):
             time_unit=self.time.unit,
             time_divisor=self.time.divisor,
             mask=self.mask,
+            products=self.products,
             backend=self.backend,
         ).flatten(1)
         if row_scale is not None:
@@ -136,8 +141,9 @@ class HSTUBlock(nn.Module):
 class HSTU(Backbone):
     """A stack of HSTU blocks.
 
-    The defaults are the public research code's (`generative_recommenders/research`). The last four options lead to the variant
-    for production of the same repository (`STULayer` in `generative_recommenders/modules/stu.py`).
+    The defaults are the public research code's (`generative_recommenders/research`). The options from `affine_norms` to
+    `attention_scale` lead to the variant for production of the same repository (`STULayer` in
+    `generative_recommenders/modules/stu.py`).
 
     Args:
         dim: D, width of items and tokens.
@@ -157,6 +163,8 @@ class HSTU(Backbone):
         attention_scale: what attention is divided by. `constant`: max_length (the research code and STULayer). `length`: the
             length of the row's own history, `position`: the number of events up to the row itself; the public kernels take any
             such factor a row (`attn_scale` of `hstu_mha`). With `length`, a row of training knows how much follows it.
+        products: `bf16` lets the C++ kernel round the factors of attention's matrix products to bfloat16, for speed at errors
+            of 3e-3 (`turbogr.ops.hstu_native.Products`); the other back ends do not.
 
     Raises:
         ConfigurationError: if an option is out of range, or dim is not divisible by num_heads where widths are derived from it.
@@ -182,18 +190,20 @@ class HSTU(Backbone):
         uvqk_bias: bool = False,
         scaled_scores: bool = False,
         attention_scale: AttentionScale = "constant",
+        products: Products = "fp32",
     ) -> None:
         super().__init__(dim, max_length, dropout, backend, rematerialise, mask)
         positive(self, num_blocks=num_blocks, num_heads=num_heads)
         qk_dim = head_width(self, dim, num_heads) if qk_dim is None else qk_dim
         v_dim = head_width(self, dim, num_heads) if v_dim is None else v_dim
         positive(self, qk_dim=qk_dim, v_dim=v_dim)
+        check_products("HSTU", products)
         if attention_scale not in get_args(AttentionScale):
             raise ConfigurationError(
                 f"HSTU: attention_scale must be one of {', '.join(get_args(AttentionScale))}, got {attention_scale!r}"
             )
         self.attention_scale: AttentionScale = attention_scale
-        widths, variant = (dim, num_heads, qk_dim, v_dim), (affine_norms, uvqk_bias, scaled_scores)
+        widths, variant = (dim, num_heads, qk_dim, v_dim), (affine_norms, uvqk_bias, scaled_scores, products)
         self.blocks = nn.ModuleList(
             HSTUBlock(*widths, max_length, dropout, time, backend, mask, *variant) for _ in range(num_blocks)
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from turbogr.ops.add_positions_native import KERNEL, AddPositionsKernel
 from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.dropout import check_columns, check_probability, draw_seed, drop_, dropout_reference, threshold_of
-from turbogr.ops.jagged import as_offsets, check_values, longest_of, without_autocast
+from turbogr.ops.jagged import as_offsets, check_devices, check_values, longest_of, without_autocast
 from turbogr.ops.registry import register_loadable
 
 OPERATOR = "turbogr::jagged_add_positions"
@@ -50,6 +50,7 @@ def jagged_add_positions(
         raise ValueError(f"{OPERATOR}: x is [T, D] and table [P, D]; got {list(x.shape)} and {list(table.shape)}")
     if not (x.is_floating_point() and table.is_floating_point()):
         raise ValueError(f"{OPERATOR}: x and table are of floating dtypes; got {x.dtype} and {table.dtype}")
+    check_devices(OPERATOR, x=x, table=table, offsets=offsets)
     offsets = as_offsets(OPERATOR, offsets)
     seed = draw_seed() if p else None
     if backend == "reference":

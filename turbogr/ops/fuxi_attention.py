@@ -29,10 +29,10 @@ from turbogr.ops import fuxi_torch
 from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.fuxi_native import KERNEL, FuXiKernel
 from turbogr.ops.fuxi_torch import OPERATOR
-from turbogr.ops.jagged import check_attention, check_values, without_autocast
+from turbogr.ops.jagged import check_attention, check_devices, check_values, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
-from turbogr.ops.relative import check_table, check_times
+from turbogr.ops.relative import check_bucketing, check_table, check_times
 
 
 class TimeChannel(TypedDict, total=False):
@@ -97,13 +97,13 @@ def jagged_fuxi_attention(
     backend = backend_for_mask(OPERATOR, backend, mask)
     offsets = check_attention(OPERATOR, q, k, v, offsets)
     if position_bias is not None:
-        check_table(OPERATOR, "position_bias", position_bias)
+        check_table(OPERATOR, "position_bias", position_bias, q)
     if time_bias is None and time_function is None:
         query_times = key_times = None
     else:
         needed_by = "time_bias" if time_function is None else "time_function"
-        query_times, key_times = check_times(OPERATOR, needed_by, q.shape[0], query_times, key_times)
-        _check_time(time_bias, time_function, time_unit, time_divisor)
+        query_times, key_times = check_times(OPERATOR, needed_by, q, query_times, key_times)
+        _check_time(q, time_bias, time_function, time_unit, time_divisor)
     if backend == "reference":
         check_values(OPERATOR, offsets, q.shape[0], position_bias)
         if time_function is not None:
@@ -171,22 +171,23 @@ def jagged_fuxi_attention_reference(
 
 
 def _check_time(
+    q: Tensor,
     time_bias: Tensor | None,
     time_function: tuple[Tensor, Tensor, Tensor] | None,
     time_unit: float,
     time_divisor: float,
 ) -> None:
-    if time_unit <= 0 or time_divisor <= 0:
-        raise ValueError(f"{OPERATOR}: time_unit {time_unit} and time_divisor {time_divisor} must be positive")
+    check_bucketing(OPERATOR, time_unit, time_divisor)
     if time_function is None:
         if time_bias is not None:
-            check_table(OPERATOR, "time_bias", time_bias)
+            check_table(OPERATOR, "time_bias", time_bias, q)
         return
     if time_bias is not None:
         raise ValueError(f"{OPERATOR}: the time channel is time_bias or time_function; got both")
     if len(time_function) != 3 or any(x.numel() != 1 or not x.is_floating_point() for x in time_function):
         found = ", ".join(f"{x.dtype} {list(x.shape)}" for x in time_function)
         raise ValueError(f"{OPERATOR}: time_function is amplitude, decay and exponent, one float each; got {found}")
+    check_devices(OPERATOR, q=q, **dict(zip(("amplitude", "decay", "exponent"), time_function, strict=True)))
 
 
 def _check_function(decay: Tensor, exponent: Tensor) -> None:

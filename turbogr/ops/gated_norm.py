@@ -30,7 +30,7 @@ from turbogr.ops.dropout import (
     threshold_of,
 )
 from turbogr.ops.gated_norm_native import KERNEL, GatedNormKernel
-from turbogr.ops.jagged import without_autocast
+from turbogr.ops.jagged import check_devices, without_autocast
 from turbogr.ops.registry import register_loadable
 
 OPERATOR = "turbogr::gated_norm"
@@ -81,6 +81,7 @@ def gated_norm(
     if not x.dim() or any(t.shape != x.shape or not t.is_floating_point() for t in given):
         found = " and ".join(f"{t.dtype} {list(t.shape)}" for t in given)
         raise ValueError(f"{OPERATOR}: gate and x are floats of one shape [..., D]; got {found}")
+    check_devices(OPERATOR, x=x, gate=gate)
     if norm not in ("layer", "rms") or eps < 0:
         raise ValueError(f"{OPERATOR}: norm is layer or rms and eps not negative; got {norm!r} and {eps}")
     seed = draw_seed() if p else None

@@ -14,21 +14,17 @@ Implementations: C++ for float32 and bfloat16 on the CPU (`kernels/cpu/hstu_atte
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turbogr.errors import ConfigurationError
 from turbogr.ops import hstu_torch
 from turbogr.ops.backend import Backend, check_backend, kernel_for
-from turbogr.ops.hstu_native import DTYPES, KERNEL, HSTUKernel, Products
-from turbogr.ops.hstu_torch import OPERATOR
+from turbogr.ops.hstu_native import DTYPES, KERNEL, OPERATOR, HSTUKernel, Products, check_products
 from turbogr.ops.jagged import check_attention, check_values, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
-from turbogr.ops.relative import check_table, check_times
+from turbogr.ops.relative import check_bucketing, check_table, check_times
 
 
 def jagged_hstu_attention(
@@ -79,8 +75,7 @@ def jagged_hstu_attention(
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
     check_backend(OPERATOR, backend)
-    if products not in get_args(Products):
-        raise ConfigurationError(f"{OPERATOR}: products must be one of {', '.join(get_args(Products))}, got {products!r}")
+    check_products(OPERATOR, products)
     backend = backend_for_mask(OPERATOR, backend, mask)
     offsets = check_attention(OPERATOR, q, k, v, offsets)
     query_times, key_times = _check_bias(q, position_bias, time_bias, query_times, key_times, time_unit, time_divisor)
@@ -149,13 +144,12 @@ def _check_bias(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Both times, as int64."""
     if position_bias is not None:
-        check_table(OPERATOR, "position_bias", position_bias)
+        check_table(OPERATOR, "position_bias", position_bias, q)
     if time_bias is None:
         return None, None
-    check_table(OPERATOR, "time_bias", time_bias)
-    if time_unit <= 0 or time_divisor <= 0:
-        raise ValueError(f"{OPERATOR}: time_unit {time_unit} and time_divisor {time_divisor} must be positive")
-    return check_times(OPERATOR, "time_bias", q.shape[0], query_times, key_times)
+    check_table(OPERATOR, "time_bias", time_bias, q)
+    check_bucketing(OPERATOR, time_unit, time_divisor)
+    return check_times(OPERATOR, "time_bias", q, query_times, key_times)
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from turbogr.errors import ConfigurationError
 from turbogr.ops.native import Kernel, check, pointer, rows
 from turbogr.ops.time_buckets import bucket_thresholds
 
@@ -21,6 +22,12 @@ Products = Literal["fp32", "bf16"]
 makes long sequences 1.4 to 1.7 times as fast, at errors of 3e-3 (root mean square, relative); others only emulate it."""
 
 OPERATOR = "turbogr::jagged_hstu_attention"
+
+
+def check_products(owner: str, products: str) -> None:
+    """Raises ConfigurationError, which names `owner`, if `products` is none of `Products`."""
+    if products not in get_args(Products):
+        raise ConfigurationError(f"{owner}: products must be one of {', '.join(get_args(Products))}, got {products!r}")
 
 
 class BiasInputs(ctypes.Structure):

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turbogr.ops.hstu_native import OPERATOR
 from turbogr.ops.layout import Chunk, Layout
 from turbogr.ops.masks import forbid
 from turbogr.ops.relative import PositionTable, TimeGaps, TimeTable
-
-OPERATOR = "turbogr::jagged_hstu_attention"
 
 
 def forward(

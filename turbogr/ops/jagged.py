@@ -5,13 +5,16 @@ A jagged tensor of T tokens is B sequences laid end to end, cut by `offsets` [B 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 
-def without_autocast(like: Tensor) -> torch.autocast:
+def without_autocast(like: Tensor) -> AbstractContextManager[object]:
     """Context in which products keep their operands' dtype: an operator's arithmetic is not the caller's to change."""
-    return torch.autocast(like.device.type, enabled=False)
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def check_devices(operator: str, **tensors: Tensor | None) -> None:
@@ -29,7 +32,7 @@ def check_devices(operator: str, **tensors: Tensor | None) -> None:
 
 
 def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Checks shapes and dtypes that all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], offsets [B + 1].
+    """Checks what all jagged attention operators ask: q, k [T, H, dqk], v [T, H, dv], offsets [B + 1], on one device.
 
     No value is read, so that fake tensors pass: `check_values` does that, inside the operator.
 
@@ -46,6 +49,11 @@ def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor, offsets: Ten
         )
     if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
         raise ValueError(f"{operator}: q, k and v share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_devices(operator, q=q, k=k, v=v, offsets=offsets)
+    if min(*q.shape[1:], v.shape[2]) < 1:
+        raise ValueError(
+            f"{operator}: heads and their widths are at least 1; got H {q.shape[1]}, dqk {q.shape[2]}, dv {v.shape[2]}"
+        )
     # Elements are counted in 64 bits everywhere; but PyTorch's matrix products take each of their sizes in 32 bits.
     if max(q.shape[2], v.shape[2]) >= 2**31:
         raise ValueError(f"{operator}: a width of {max(q.shape[2], v.shape[2]):,} is beyond 2^31 - 1")
@@ -72,17 +80,6 @@ def check_values(operator: str, offsets: Tensor, tokens: int, position_bias: Ten
         raise ValueError(
             f"{operator}: position_bias has {position_bias.numel()} entries, the longest sequence {longest} tokens"
         )
-
-
-def check_offsets(operator: str, offsets: Tensor, tokens: int) -> Tensor:
-    """`offsets` as int64 [B + 1], checked as `check_values` does.
-
-    Raises:
-        ValueError: names the operator and what was found.
-    """
-    offsets = as_offsets(operator, offsets)
-    check_values(operator, offsets, tokens)
-    return offsets
 
 
 def longest_of(offsets: Tensor) -> int:

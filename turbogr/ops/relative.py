@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from turbogr.ops.jagged import check_devices
 from turbogr.ops.layout import BLOCK_ROWS, Block, Chunk, Layout
 from turbogr.ops.time_buckets import TimeBucketing
 
@@ -115,26 +116,35 @@ class TimeTable:
         return self.sums.to(self.table.dtype)
 
 
-def check_table(operator: str, name: str, table: Tensor) -> None:
-    """Raises ValueError, which names operator and table, if that is not of one dimension with some entries."""
-    if table.dim() != 1 or not 0 < table.numel() < 2**31:
+def check_table(operator: str, name: str, table: Tensor, q: Tensor) -> None:
+    """Raises ValueError, which names operator and table, if that is not float [1 ... 2^31 - 1] or not where q is."""
+    if table.dim() != 1 or not 0 < table.numel() < 2**31 or not table.is_floating_point():
         raise ValueError(
-            f"{operator}: {name} is a table of one dimension and of at most 2^31 - 1 entries; got {list(table.shape)}"
+            f"{operator}: {name} is a float table of one dimension and of at most 2^31 - 1 entries; "
+            f"got {table.dtype} {list(table.shape)}"
         )
+    check_devices(operator, q=q, **{name: table})
+
+
+def check_bucketing(operator: str, time_unit: float, time_divisor: float) -> None:
+    """Raises ValueError, which names the operator, unless both numbers are positive; NaN is not."""
+    if not (time_unit > 0 and time_divisor > 0):
+        raise ValueError(f"{operator}: time_unit {time_unit} and time_divisor {time_divisor} must be positive")
 
 
 def check_times(
-    operator: str, needed_by: str, tokens: int, query_times: Tensor | None, key_times: Tensor | None
+    operator: str, needed_by: str, q: Tensor, query_times: Tensor | None, key_times: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Both times as int64 [T].
+    """Both times as int64 [T], where q [T, H, dqk] is.
 
     Raises:
         ValueError: names the operator, what needs the times and what was found.
     """
-    checked = []
+    checked, tokens = [], q.shape[0]
     for name, times in (("query_times", query_times), ("key_times", key_times)):
         if times is None or times.shape != (tokens,) or times.dtype not in (torch.int64, torch.int32):
             found = "nothing" if times is None else f"{times.dtype} {list(times.shape)}"
             raise ValueError(f"{operator}: {needed_by} needs {name} as int64 or int32 [{tokens}]; got {found}")
+        check_devices(operator, q=q, **{name: times})
         checked.append(times.long())
     return checked[0], checked[1]

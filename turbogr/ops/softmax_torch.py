@@ -11,8 +11,7 @@ from torch import Tensor
 
 from turbogr.ops.layout import Chunk, Layout
 from turbogr.ops.masks import forbid, forbidden
-
-OPERATOR = "turbogr::jagged_softmax_attention"
+from turbogr.ops.softmax_native import OPERATOR
 
 
 def computed_in(q: Tensor) -> torch.dtype:
