@@ -7,7 +7,7 @@ import resource
 
 import pytest
 import torch
-from _memory import retained
+from _memory import allocations, retained
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
@@ -142,19 +142,36 @@ def test_data_are_those_of_an_epoch(data):
     assert lengths.max() == 24, "longer histories are cut"
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("rematerialise", [False, True])
 @pytest.mark.parametrize("name", ["hstu", "sasrec", "fuxi"])
-def test_kept_bytes_are_those_of_a_real_step(name, rematerialise, data):
-    step = plan(on_meta(lambda: BACKBONES[name](rematerialise=rematerialise)), data).steps["p99"]
+def test_bytes_are_those_of_a_real_step(name, rematerialise, precision, data):
+    step = plan(on_meta(lambda: BACKBONES[name](rematerialise=rematerialise)), data, precision).steps["p99"]
     model = GenerativeRetriever(500, BACKBONES[name](rematerialise=rematerialise))
-    batch = next(b for b in data.train_dataloader() if causal_pairs(b.offsets) == step.pairs)
     model.log = lambda *_, **__: None  # there is no trainer
-    model.training_step(batch, 0)  # kernels are loaded
-    model.embeddings.discard_gradients()
-    gc.collect()  # what earlier tests have left behind would be freed while we count
-    real = retained(lambda: model.training_step(batch, 0))
+    batch = next(b for b in data.train_dataloader() if causal_pairs(b.offsets) == step.pairs)
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            return model.training_step(batch, 0)
+
+    def forget():
+        model.zero_grad()
+        model.embeddings.discard_gradients()
+        gc.collect()  # what is freed while we count must be the step's own
+
+    forward().backward()  # kernels are loaded
+    forget()
+    real = retained(forward)
     # A rematerialised block also keeps the state of PyTorch's generator, which no operator allocates.
-    assert sum(step.kept.values()) == real - BLOCKS * torch.get_rng_state().nbytes * rematerialise
+    states = BLOCKS * torch.get_rng_state().nbytes * rematerialise
+    assert sum(step.kept.values()) == real - states
+    forget()
+    most = allocations(lambda: forward().backward())[1] - states
+    if precision == "32-true":
+        assert step.most_bytes == pytest.approx(most, rel=0.02)
+    else:  # operators convert to float32 inside
+        assert 0.5 * most < step.most_bytes < 1.02 * most
 
 
 def test_rematerialised_blocks_keep_less(data):

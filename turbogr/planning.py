@@ -249,20 +249,10 @@ def plan(model: GenerativeRetriever, data: SequenceDataModule, precision: str = 
 
 def _step(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision: str) -> StepCost:
     assert batch.negatives is not None
-    model.zero_grad()
-    model.embeddings.discard_gradients()
-    dry.allocations, dry.part = Allocations(), "look-up"
-    hooks = [
-        model.backbone.register_forward_pre_hook(partial(_enter, dry, "backbone")),
-        model.backbone.register_forward_hook(partial(_enter, dry, "loss")),
-    ]
+    kept, most = _step_bytes(model, batch, dry, precision)
     with dry:
         loss, forward = _counted(lambda: _forward(model, batch, precision))
-        kept = dry.allocations.by_part()
         _, backward = _counted(loss.backward)
-    most = dry.allocations.most
-    for hook in hooks:
-        hook.remove()
     of_backbone = _backbone_operations(model, batch, dry, precision, causal_pairs)
     of_padded = _backbone_operations(model, _padded(batch), dry, precision, padded_pairs)
     others = sum(forward.values()) + sum(backward.values()) - of_backbone
@@ -285,6 +275,24 @@ def _step(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision
         row_gradient_bytes=rows * weight.shape[1] * weight.element_size(),
         most_bytes=most,
     )
+
+
+def _step_bytes(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision: str) -> tuple[dict[str, int], int]:
+    """What is kept for backward, by part, and the most at once. A step of its own: counting operations keeps tensors alive."""
+    model.zero_grad()
+    model.embeddings.discard_gradients()
+    dry.allocations, dry.part = Allocations(), "look-up"
+    hooks = [
+        model.backbone.register_forward_pre_hook(partial(_enter, dry, "backbone")),
+        model.backbone.register_forward_hook(partial(_enter, dry, "loss")),
+    ]
+    with dry:
+        loss = _forward(model, batch, precision)
+        kept = dry.allocations.by_part()
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return kept, dry.allocations.most
 
 
 def _enter(dry: DryRun, part: str, *_: object) -> None:
