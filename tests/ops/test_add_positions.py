@@ -11,6 +11,7 @@ from torch.library import opcheck
 from torch.nn import functional as F
 
 from tests.ops.jagged_cases import LENGTHS, offsets_of
+from tests.ops.thread_counts import same_for_threads
 from turbogr.errors import ConfigurationError
 from turbogr.ops.add_positions import (
     KERNEL,
@@ -110,16 +111,8 @@ def test_any_batch(lengths, width, p):
 @pytest.mark.parametrize("backend", ["cpp"])
 def test_threads_do_not_change_a_bit(backend):
     inputs, offsets = inputs_of([300, 1, 500, 64, 700, 20, 900], 50)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            function = lambda x, t: jagged_add_positions(x, t, offsets, scale=2.0, p=0.2, backend=backend)  # noqa: E731
-            results.append(seeded(lambda f=function: run(f, inputs)))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    function = lambda x, t: jagged_add_positions(x, t, offsets, scale=2.0, p=0.2, backend=backend)  # noqa: E731
+    same_for_threads(lambda: seeded(lambda: run(function, inputs)), inputs[0])
 
 
 def test_only_offsets_and_a_seed_are_kept():

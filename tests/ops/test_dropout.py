@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
+from tests.ops.thread_counts import same_for_threads
 from turbogr.errors import ConfigurationError
 from turbogr.ops.dropout import Dropout, _bits, _dropout, draw_seed, dropout, dropout_reference, threshold_of
 from turbogr.ops.dropout_native import KERNEL
@@ -169,14 +170,7 @@ def test_backward_has_the_mask_of_forward_and_keeps_the_seed_only(backend):
 @pytest.mark.usefixtures("native")
 def test_threads_do_not_change_a_bit():
     x = torch.randn(3001, 50)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(_dropout(x, 0.2, seed_of(3), "cpp"))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    same_for_threads(lambda: [_dropout(x, 0.2, seed_of(3), "cpp")], x)
 
 
 def test_operator_is_sound():

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from tests.ops.jagged_cases import WIDTHS, max_errors
 from tests.ops.sanitizer import assert_clean
 from tests.ops.test_fuxi_attention import inputs_of, pair, worst_error
+from tests.ops.thread_counts import same_for_threads
 from turbogr.ops import fuxi_attention
 from turbogr.ops.fuxi_attention import KERNEL, jagged_fuxi_attention
 from turbogr.ops.native import Kernel
@@ -98,16 +99,12 @@ def test_broken_numbers_show():
 def test_threads_do_not_change_a_bit(channel):
     tensors, offsets, queries, keys = inputs_of([300, 5, 64, 1, 200], heads=4, qk_dim=16, v_dim=16, dtype=torch.float32)
     operator, _ = pair(offsets, queries, keys, channel, backend="cpp")
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            out = operator(*tensors)
-            results.append([out, *torch.autograd.grad(out.square().sum(), tensors, allow_unused=True, materialize_grads=True)])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def results_of():
+        out = operator(*tensors)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors, allow_unused=True, materialize_grads=True)]
+
+    same_for_threads(results_of, tensors[0], (1, 2, 3, 2))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -13,6 +13,7 @@ from torch.library import opcheck
 from torch.nn import functional as F
 
 from tests.ops.sanitizer import assert_clean
+from tests.ops.thread_counts import same_for_threads
 from turbogr.errors import ConfigurationError
 from turbogr.ops import gated_norm as gated_norm_module
 from turbogr.ops.dropout import dropout
@@ -188,16 +189,12 @@ def test_any_shape(rows, columns, p, norm):
 @pytest.mark.parametrize("backend", ["cpp"])
 def test_threads_do_not_change_a_bit(backend):
     inputs, x = norm_inputs((3001, 50)), torch.randn(3001, 50)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            normed = seeded(lambda: run(lambda u, a: gated_norm(u, a, eps=EPS, p=0.2, backend=backend), inputs))
-            results.append([*normed, *run(lambda x: silu_split(x, [20, 30], backend=backend), [x])])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def results_of():
+        normed = seeded(lambda: run(lambda u, a: gated_norm(u, a, eps=EPS, p=0.2, backend=backend), inputs))
+        return [*normed, *run(lambda x: silu_split(x, [20, 30], backend=backend), [x])]
+
+    same_for_threads(results_of, inputs[0])
 
 
 @pytest.mark.parametrize("backend", ["cpp", "torch"])

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tests.ops.jagged_cases import max_errors, offsets_of
 from tests.ops.sanitizer import assert_clean
 from tests.ops.test_hstu_attention import inputs_of, pair
+from tests.ops.thread_counts import same_for_threads
 from turbogr.errors import ConfigurationError
 from turbogr.models.bias import TimeBuckets
 from turbogr.ops import hstu_attention
@@ -113,16 +114,12 @@ def test_products_are_known():
 def test_threads_do_not_change_a_bit(products):
     tensors, offsets, queries, keys = inputs_of([300, 5, 64, 1, 200], heads=4, qk_dim=16, v_dim=16, dtype=torch.float32)
     operator = cpp(offsets, queries, keys, products)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3, 2):
-            torch.set_num_threads(count)
-            out = operator(*tensors)
-            results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def results_of():
+        out = operator(*tensors)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    same_for_threads(results_of, tensors[0], (1, 2, 3, 2))
 
 
 def bucket_of(gaps, count, divisor, unit, sign, alone, backend):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.nn import functional as F
 
+from tests.ops.thread_counts import same_for_threads
 from turbogr.errors import ConfigurationError
 from turbogr.ops.normalise import EPS, KERNEL, _normalise, _normalise_backward, normalised, normalised_reference
 
@@ -80,15 +81,7 @@ def test_any_shape(rows, width):
 @pytest.mark.parametrize("backend", ["cpp"])
 def test_threads_do_not_change_a_bit(backend):
     x = torch.randn(3001, 50, requires_grad=True)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(run(lambda x: normalised(x, backend=backend), x))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    same_for_threads(lambda: run(lambda x: normalised(x, backend=backend), x), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
