@@ -13,6 +13,7 @@ from turbogr.ops.hstu_native import OPERATOR
 from turbogr.ops.layout import Chunk, Layout
 from turbogr.ops.masks import forbid
 from turbogr.ops.relative import PositionTable, TimeGaps, TimeTable
+from turbogr.ops.silu_torch import silu_backward
 
 
 def forward(
@@ -78,19 +79,8 @@ def backward(
 
     def run(chunk: Chunk) -> None:
         scores, buckets = _scores(chunk, queries, keys, position, time)
-        grad_scores = chunk.new_scores(scores)
-        for block in chunk.blocks:
-            torch.bmm(block.queries(incoming), block.keys(values).mT, out=block.of_scores(grad_scores))
-        torch.ops.aten.silu_backward.grad_input(grad_scores, scores, grad_input=grad_scores)
-        weights = F.silu(scores, inplace=True)
-        for block in chunk.blocks:
-            of_block, grad_of_block = block.of_scores(weights), block.of_scores(grad_scores)
-            forbid(OPERATOR, mask, of_block, block.first)
-            forbid(OPERATOR, mask, grad_of_block, block.first)
-            block.add_to_keys(grad_v, of_block.mT, block.queries(incoming))
-            block.add_to_keys(grad_k, grad_of_block.mT, block.queries(queries))
-            torch.bmm(grad_of_block, block.keys(keys), out=block.queries(grad_q))
-        del scores, weights, of_block
+        grad_scores = silu_backward(OPERATOR, mask, chunk, scores, (queries, keys, values), incoming, (grad_q, grad_k, grad_v))
+        del scores
         _accumulate(chunk, grad_scores, buckets, position, time)
 
     for chunk in layout.chunks():
