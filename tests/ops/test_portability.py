@@ -17,8 +17,8 @@ from turbogr.resources import kernels_dir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
-# GCC 12 takes the undefined lanes of its own AVX-512 intrinsics for variables that somebody forgot to set; the narrower builds of
-# the same sources still look for those.
+# GCC 12 takes the undefined lanes of its own AVX-512 intrinsics for variables that somebody forgot to set; the narrower builds
+# of the same sources still look for those.
 WARNINGS = "-Wall -Wextra -Werror"
 
 COMPILERS = {
