@@ -1,4 +1,4 @@
-"""Jagged inputs that every attention operator is checked on."""
+"""Inputs that several operators are checked on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 from turbogr.ops.layout import BLOCK_ROWS
+
+BACKEND_DTYPES = [
+    (backend, dtype)
+    for backend in ("cpp", "torch", "reference")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    if (backend, dtype) != ("cpp", torch.float64)  # kernels compute in float32
+]
+"""What the operators between the products are tested with."""
 
 LENGTHS: dict[str, list[int]] = {
     "empty batch": [],

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from tests.ops.jagged_cases import LENGTHS, offsets_of
+from tests.ops.jagged_cases import BACKEND_DTYPES, LENGTHS, offsets_of
 from tests.ops.thread_counts import same_for_threads
 from turbogr.errors import ConfigurationError
 from turbogr.ops.add_positions import (
@@ -56,14 +56,11 @@ def seeded(function):
     return function()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("width", [1, 16, 50])
-@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("case", LENGTHS)
 def test_equals_the_formula(case, backend, width, p, dtype):
-    if backend == "cpp" and dtype == torch.float64:
-        pytest.skip("the kernel computes float32")
     inputs, offsets = inputs_of(LENGTHS[case], width, dtype)
     seed = seeded(lambda: int(torch.randint(2**63 - 1, ())))
     options = {"scale": 7.0, "p": p}

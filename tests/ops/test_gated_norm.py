@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.nn import functional as F
 
+from tests.ops.jagged_cases import BACKEND_DTYPES
 from tests.ops.sanitizer import assert_clean
 from tests.ops.thread_counts import same_for_threads
 from turbogr.errors import ConfigurationError
@@ -76,14 +77,11 @@ def seeded(function):
     return function()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated_norm_equals_the_formula(shape, backend, norm, p, dtype):
-    if backend == "cpp" and dtype == torch.float64:
-        pytest.skip("the kernel computes float32")
     if shape[-1] == 1 or (shape[-1] == 2 and dtype == torch.bfloat16):
         pytest.skip("nothing but rounding is left of so short a row")
     inputs = norm_inputs(shape, dtype)
@@ -105,13 +103,10 @@ def test_gated_norm_is_the_three_operators_it_stands_for(backend):
     assert not torch.equal(other[0] == 0, expected[0] == 0), "negative control: another seed, another mask"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[-1] > 2])
 def test_without_a_gate_it_is_a_norm(shape, backend, norm, dtype):
-    if backend == "cpp" and dtype == torch.float64:
-        pytest.skip("the kernel computes float32")
     (x,) = norm_inputs(shape, dtype)[1:]
     ones = torch.ones_like(x)
     for p in (0.0, 0.3):
@@ -152,13 +147,10 @@ def test_strided_inputs(backend):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("rows", [0, 1, 63, 130])
 def test_silu_split_equals_the_formula(rows, sizes, backend, dtype):
-    if backend == "cpp" and dtype == torch.float64:
-        pytest.skip("the kernel computes float32")
     x = (4 * torch.randn(rows, sum(sizes), generator=torch.Generator().manual_seed(1), dtype=torch.float64)).to(dtype)
     actual = run(lambda x: silu_split(x, sizes, backend=backend), [x])
     close(actual, run(lambda x: silu_split_reference(x, sizes), [x]), dtype)

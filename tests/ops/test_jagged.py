@@ -13,6 +13,7 @@ from turbogr.ops.hstu_native import KERNEL as HSTU
 from turbogr.ops.hstu_native import HSTUKernel
 from turbogr.ops.jagged import check_devices, without_autocast
 from turbogr.ops.normalise import normalised
+from turbogr.ops.relative_attention import AttentionInputs
 from turbogr.ops.softmax_attention import jagged_softmax_attention
 from turbogr.ops.softmax_native import KERNEL as SOFTMAX
 from turbogr.ops.softmax_native import SoftmaxKernel
@@ -96,8 +97,9 @@ def test_kernels_survive_having_no_heads(heads):
     if any(kernel.library() is None for kernel in (HSTU, FUXI, SOFTMAX)):
         pytest.skip("needs a C++ compiler")
     tensors = inputs(heads).values()
-    hstu = HSTUKernel(HSTU.library(), *tensors, None, None, None, None, 1.0, 1.0, 1.0, 1.0)
-    fuxi = FuXiKernel(FUXI.library(), *tensors, None, None, None, None, 1.0, 1.0, 1.0, 1.0, False)
+    related = AttentionInputs(*tensors, None, None, None, None, scale=1.0, alpha=1.0, time_unit=1.0, time_divisor=1.0)
+    hstu = HSTUKernel(HSTU.library(), related)
+    fuxi = FuXiKernel(FUXI.library(), related, functional=False)
     outputs = [hstu.forward(), fuxi.forward(), SoftmaxKernel(SOFTMAX.library(), *tensors, 1.0).forward()[0]]
     assert [list(out.shape) for out in outputs] == [[4, heads, 8], [4, heads, 24], [4, heads, 8]]
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 from torch.nn import functional as F
 
+from tests.ops.jagged_cases import BACKEND_DTYPES
 from tests.ops.thread_counts import same_for_threads
 from turbogr.errors import ConfigurationError
 from turbogr.ops.normalise import EPS, KERNEL, _normalise, _normalise_backward, normalised, normalised_reference
@@ -36,12 +37,9 @@ def close(actual, expected, dtype=torch.float32):
         torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=TOLERANCE[dtype] * largest)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize(("backend", "dtype"), BACKEND_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_the_formula(shape, backend, dtype):
-    if backend == "cpp" and dtype == torch.float64:
-        pytest.skip("the kernel computes float32")
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype).requires_grad_()
     actual = run(lambda x: normalised(x, backend=backend), x)
     assert [t.dtype for t in actual] == [dtype] * 2

@@ -33,6 +33,7 @@ from turbogr.ops.jagged import check_attention, check_devices, check_values, wit
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
 from turbogr.ops.relative import check_bucketing, check_table, check_times
+from turbogr.ops.relative_attention import AttentionInputs, Gradients, empty_gradients, register_gradients
 
 
 class TimeChannel(TypedDict, total=False):
@@ -221,11 +222,12 @@ def _fuxi_attention(
     if functional and time_parameters is not None:
         _check_function(*time_parameters[1:])
     library = kernel_for(KERNEL, OPERATOR, backend, q)
-    options = (scale, alpha, time_unit, time_divisor, functional)
-    inputs = (q, k, v, offsets, position_bias, time_parameters, query_times, key_times, *options)
+    inputs = AttentionInputs(
+        q, k, v, offsets, position_bias, time_parameters, query_times, key_times, scale, alpha, time_unit, time_divisor
+    )
     if library is not None:
-        return FuXiKernel(library, *inputs).forward()
-    return fuxi_torch.forward(*inputs, mask)
+        return FuXiKernel(library, inputs, functional).forward()
+    return fuxi_torch.forward(inputs, functional, mask)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
@@ -248,11 +250,12 @@ def _fuxi_attention_backward(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     library = kernel_for(KERNEL, OPERATOR, backend, q)
-    options = (scale, alpha, time_unit, time_divisor, functional)
-    inputs = (q, k, v, offsets, position_bias, time_parameters, query_times, key_times, *options)
+    inputs = AttentionInputs(
+        q, k, v, offsets, position_bias, time_parameters, query_times, key_times, scale, alpha, time_unit, time_divisor
+    )
     if library is not None:
-        return FuXiKernel(library, *inputs).backward(gradient)
-    return fuxi_torch.backward(gradient, *inputs, mask)
+        return FuXiKernel(library, inputs, functional).backward(gradient)
+    return fuxi_torch.backward(gradient, inputs, functional, mask)
 
 
 @_fuxi_attention.register_fake
@@ -270,23 +273,9 @@ def _(
     position_bias: Tensor | None,
     time_parameters: Tensor | None,
     *rest: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    position, time = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (position_bias, time_parameters))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), position, time
+) -> Gradients:
+    return empty_gradients(q, k, v, position_bias, time_parameters)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = inputs[8:]
-
-
-def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    saved = ctx.saved_tensors
-    grad_q, grad_k, grad_v, grad_position, grad_time = _fuxi_attention_backward(gradient, *saved, *ctx.options)
-    position = None if saved[4] is None else grad_position
-    time = None if saved[5] is None else grad_time
-    return grad_q, grad_k, grad_v, None, position, time, *[None] * (2 + len(ctx.options))
-
-
-_fuxi_attention.register_autograd(_backward, setup_context=_setup_context)
+register_gradients(_fuxi_attention, _fuxi_attention_backward)
 register_loadable(OPERATOR, KERNEL)

@@ -11,6 +11,7 @@ from torch import Tensor
 from turbogr.ops.fuxi_torch import OPERATOR
 from turbogr.ops.hstu_native import BiasInputs
 from turbogr.ops.native import Kernel, check, pointer, rows
+from turbogr.ops.relative_attention import AttentionInputs, Gradients
 from turbogr.ops.time_buckets import bucket_thresholds
 
 KERNEL = Kernel("fuxi_attention")
@@ -51,23 +52,8 @@ class FuXiKernel:
     Args are those of the operator, float32 (table and numbers: any float dtype) and on the CPU.
     """
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        offsets: Tensor,
-        position_bias: Tensor | None,
-        time_parameters: Tensor | None,
-        query_times: Tensor | None,
-        key_times: Tensor | None,
-        scale: float,
-        alpha: float,
-        time_unit: float,
-        time_divisor: float,
-        functional: bool,
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, inputs: AttentionInputs, functional: bool) -> None:
+        q, k, v, offsets, position_bias, time_parameters, query_times, key_times, scale, alpha, time_unit, time_divisor = inputs
         self.library, self.functional = library, functional
         self.inputs = (q, k, v)
         self.position_bias, self.time_parameters = position_bias, time_parameters
@@ -102,7 +88,7 @@ class FuXiKernel:
         check(run(self.problem, out.data_ptr(), *out.stride()[:2]), OPERATOR)
         return out
 
-    def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor) -> Gradients:
         """Gradients of q, k, v, position table and time parameters (empty where there are none), given the output's."""
         gradient = rows(gradient)
         grad_q, grad_k, grad_v = grads = [x.new_empty(x.shape) for x in self.inputs]

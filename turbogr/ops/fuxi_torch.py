@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from turbogr.ops.layout import Block, Chunk, Layout
 from turbogr.ops.masks import forbid
 from turbogr.ops.relative import PositionTable, TimeGaps, TimeTable
+from turbogr.ops.relative_attention import AttentionInputs, Gradients
 from turbogr.ops.silu_torch import silu_backward
 
 OPERATOR = "turbogr::jagged_fuxi_attention"
@@ -100,30 +101,16 @@ class FunctionalWeights:
         return torch.stack(numbers).to(self.result_dtype)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    position_bias: Tensor | None,
-    time_parameters: Tensor | None,
-    query_times: Tensor | None,
-    key_times: Tensor | None,
-    scale: float,
-    alpha: float,
-    time_unit: float,
-    time_divisor: float,
-    functional: bool,
-    mask: str,
-) -> Tensor:
-    """Output [T, H, 3 dv]; arguments are the operator's."""
+def forward(inputs: AttentionInputs, functional: bool, mask: str) -> Tensor:
+    """Output [T, H, 3 dv]."""
+    q, k, v, offsets, position_bias, _, _, _, scale, alpha, _, _ = inputs
     layout = Layout(offsets, q.shape[1])
     queries, keys, values = (layout.spread(x) for x in (q, k, v))
     queries.mul_(alpha)
     beside = layout.spread_tokens(v.flatten(1))
     by_content, by_position, by_time = torch.empty_like(values), torch.zeros_like(beside), torch.zeros_like(beside)
     position = None if position_bias is None else PositionTable(position_bias, layout)
-    time = _time_weights(layout, q, time_parameters, query_times, key_times, time_unit, time_divisor, functional)
+    time = _time_weights(layout, inputs, functional)
 
     def run(chunk: Chunk) -> None:
         weights = F.silu(_scores(chunk, queries, keys), inplace=True)
@@ -146,24 +133,9 @@ def forward(
     return torch.cat([*apart, layout.collect(by_content.mul_(scale))], dim=2)
 
 
-def backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    position_bias: Tensor | None,
-    time_parameters: Tensor | None,
-    query_times: Tensor | None,
-    key_times: Tensor | None,
-    scale: float,
-    alpha: float,
-    time_unit: float,
-    time_divisor: float,
-    functional: bool,
-    mask: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(gradient: Tensor, inputs: AttentionInputs, functional: bool, mask: str) -> Gradients:
     """Gradients of q, k, v, position table and time parameters (empty where there are none), given that of the output."""
+    q, k, v, offsets, position_bias, _, _, _, scale, alpha, _, _ = inputs
     layout = Layout(offsets, q.shape[1])
     by_position, by_time, by_content = gradient.split(v.shape[2], dim=2)
     queries, keys, values, incoming = (layout.spread(x) for x in (q, k, v, by_content))
@@ -173,7 +145,7 @@ def backward(
     grad_q, grad_k, grad_v = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(values)
     grad_beside = torch.zeros_like(beside)
     position = None if position_bias is None else PositionTable(position_bias, layout)
-    time = _time_weights(layout, q, time_parameters, query_times, key_times, time_unit, time_divisor, functional)
+    time = _time_weights(layout, inputs, functional)
 
     def run(chunk: Chunk) -> None:
         scores = _scores(chunk, queries, keys)
@@ -212,22 +184,13 @@ def backward(
     return layout.collect(grad_q), layout.collect(grad_k), grad_values, grad_position, grad_time
 
 
-def _time_weights(
-    layout: Layout,
-    q: Tensor,
-    parameters: Tensor | None,
-    query_times: Tensor | None,
-    key_times: Tensor | None,
-    unit: float,
-    divisor: float,
-    functional: bool,
-) -> TimeWeights | None:
-    if parameters is None or query_times is None or key_times is None:
+def _time_weights(layout: Layout, inputs: AttentionInputs, functional: bool) -> TimeWeights | None:
+    if inputs.time is None or inputs.query_times is None or inputs.key_times is None:
         return None
-    gaps = TimeGaps(layout, query_times, key_times)
+    gaps = TimeGaps(layout, inputs.query_times, inputs.key_times)
     if functional:
-        return FunctionalWeights(parameters, gaps, unit, q.dtype)
-    return BucketedWeights(TimeTable(parameters, gaps, unit, divisor))
+        return FunctionalWeights(inputs.time, gaps, inputs.time_unit, inputs.q.dtype)
+    return BucketedWeights(TimeTable(inputs.time, gaps, inputs.time_unit, inputs.time_divisor))
 
 
 def _scores(chunk: Chunk, queries: Tensor, keys: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from turbogr.ops.jagged import check_attention, check_values, without_autocast
 from turbogr.ops.masks import CAUSAL, backend_for_mask, forbidden
 from turbogr.ops.registry import register_loadable
 from turbogr.ops.relative import check_bucketing, check_table, check_times
+from turbogr.ops.relative_attention import AttentionInputs, Gradients, empty_gradients, register_gradients
 
 
 def jagged_hstu_attention(
@@ -172,10 +173,12 @@ def _hstu_attention(
 ) -> Tensor:
     check_values(OPERATOR, offsets, q.shape[0], position_bias)
     library = kernel_for(KERNEL, OPERATOR, backend, q, DTYPES)
-    inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
+    inputs = AttentionInputs(
+        q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor
+    )
     if library is not None:
-        return HSTUKernel(library, *inputs, products).forward()
-    return hstu_torch.forward(*inputs, mask)
+        return HSTUKernel(library, inputs, products).forward()
+    return hstu_torch.forward(inputs, mask)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
@@ -198,10 +201,12 @@ def _hstu_attention_backward(
     products: str = "fp32",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     library = kernel_for(KERNEL, OPERATOR, backend, q, DTYPES)
-    inputs = (q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor)
+    inputs = AttentionInputs(
+        q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor
+    )
     if library is not None:
-        return HSTUKernel(library, *inputs, products).backward(gradient)
-    return hstu_torch.backward(gradient, *inputs, mask)
+        return HSTUKernel(library, inputs, products).backward(gradient)
+    return hstu_torch.backward(gradient, inputs, mask)
 
 
 @_hstu_attention.register_fake
@@ -219,23 +224,9 @@ def _(
     position_bias: Tensor | None,
     time_bias: Tensor | None,
     *rest: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    position, time = (q.new_empty(0) if table is None else table.new_empty(table.shape) for table in (position_bias, time_bias))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), position, time
+) -> Gradients:
+    return empty_gradients(q, k, v, position_bias, time_bias)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    ctx.save_for_backward(*inputs[:8])
-    ctx.options = inputs[8:]
-
-
-def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    saved = ctx.saved_tensors
-    grad_q, grad_k, grad_v, grad_position, grad_time = _hstu_attention_backward(gradient, *saved, *ctx.options)
-    position = None if saved[4] is None else grad_position
-    time = None if saved[5] is None else grad_time
-    return grad_q, grad_k, grad_v, None, position, time, *[None] * (2 + len(ctx.options))
-
-
-_hstu_attention.register_autograd(_backward, setup_context=_setup_context)
+register_gradients(_hstu_attention, _hstu_attention_backward)
 register_loadable(OPERATOR, KERNEL)

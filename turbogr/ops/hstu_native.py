@@ -11,6 +11,7 @@ from torch import Tensor
 
 from turbogr.errors import ConfigurationError
 from turbogr.ops.native import Kernel, check, pointer, rows
+from turbogr.ops.relative_attention import AttentionInputs, Gradients
 from turbogr.ops.time_buckets import bucket_thresholds
 
 KERNEL = Kernel("hstu_attention")
@@ -77,23 +78,8 @@ class HSTUKernel:
     Args are those of the operator, on the CPU; q, k and v of one of `DTYPES`, the tables of any float dtype.
     """
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        offsets: Tensor,
-        position_bias: Tensor | None,
-        time_bias: Tensor | None,
-        query_times: Tensor | None,
-        key_times: Tensor | None,
-        scale: float,
-        alpha: float,
-        time_unit: float,
-        time_divisor: float,
-        products: str = "fp32",
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, inputs: AttentionInputs, products: str = "fp32") -> None:
+        q, k, v, offsets, position_bias, time_bias, query_times, key_times, scale, alpha, time_unit, time_divisor = inputs
         self.library = library
         self.inputs = (q, k, v)
         self.q, self.k, self.v = (rows(x) for x in (q, k, v))
@@ -126,7 +112,7 @@ class HSTUKernel:
         check(run(self.problem, out.data_ptr(), *out.stride()[:2]), OPERATOR)
         return out
 
-    def backward(self, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor) -> Gradients:
         """Gradients of q, k, v and of both tables (empty where there is none), given that of the output [T, H, dv]."""
         gradient = rows(gradient)
         grad_q, grad_k, grad_v = grads = [x.new_empty(x.shape) for x in self.inputs]

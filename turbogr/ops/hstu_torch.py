@@ -13,31 +13,19 @@ from turbogr.ops.hstu_native import OPERATOR
 from turbogr.ops.layout import Chunk, Layout
 from turbogr.ops.masks import forbid
 from turbogr.ops.relative import PositionTable, TimeGaps, TimeTable
+from turbogr.ops.relative_attention import AttentionInputs, Gradients
 from turbogr.ops.silu_torch import silu_backward
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    query_times: Tensor | None,
-    key_times: Tensor | None,
-    scale: float,
-    alpha: float,
-    time_unit: float,
-    time_divisor: float,
-    mask: str,
-) -> Tensor:
-    """Output [T, H, dv]; arguments are the operator's."""
+def forward(inputs: AttentionInputs, mask: str) -> Tensor:
+    """Output [T, H, dv]."""
+    q, k, v, offsets, position_bias, _, _, _, scale, alpha, _, _ = inputs
     layout = Layout(offsets, q.shape[1])
     queries, keys, values = (layout.spread(x) for x in (q, k, v))
     queries.mul_(alpha)
     out = torch.empty_like(values)
     position = None if position_bias is None else PositionTable(position_bias, layout)
-    time = _time_table(layout, time_bias, query_times, key_times, time_unit, time_divisor)
+    time = _time_table(layout, inputs)
 
     def run(chunk: Chunk) -> None:
         scores, _ = _scores(chunk, queries, keys, position, time)
@@ -52,30 +40,16 @@ def forward(
     return layout.collect(out.mul_(scale))
 
 
-def backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    position_bias: Tensor | None,
-    time_bias: Tensor | None,
-    query_times: Tensor | None,
-    key_times: Tensor | None,
-    scale: float,
-    alpha: float,
-    time_unit: float,
-    time_divisor: float,
-    mask: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(gradient: Tensor, inputs: AttentionInputs, mask: str) -> Gradients:
     """Gradients of q, k, v and of both tables (empty where there is none), given that of the output."""
+    q, k, v, offsets, position_bias, _, _, _, scale, alpha, _, _ = inputs
     layout = Layout(offsets, q.shape[1])
     queries, keys, values, incoming = (layout.spread(x) for x in (q, k, v, gradient))
     queries.mul_(alpha)
     incoming.mul_(scale)
     grad_q, grad_k, grad_v = torch.empty_like(queries), torch.empty_like(keys), torch.empty_like(values)
     position = None if position_bias is None else PositionTable(position_bias, layout)
-    time = _time_table(layout, time_bias, query_times, key_times, time_unit, time_divisor)
+    time = _time_table(layout, inputs)
 
     def run(chunk: Chunk) -> None:
         scores, buckets = _scores(chunk, queries, keys, position, time)
@@ -91,17 +65,11 @@ def backward(
     return layout.collect(grad_q), layout.collect(grad_k), layout.collect(grad_v), of_position, of_time
 
 
-def _time_table(
-    layout: Layout,
-    table: Tensor | None,
-    query_times: Tensor | None,
-    key_times: Tensor | None,
-    unit: float,
-    divisor: float,
-) -> TimeTable | None:
-    if table is None or query_times is None or key_times is None:
+def _time_table(layout: Layout, inputs: AttentionInputs) -> TimeTable | None:
+    if inputs.time is None or inputs.query_times is None or inputs.key_times is None:
         return None
-    return TimeTable(table, TimeGaps(layout, query_times, key_times), unit, divisor)
+    gaps = TimeGaps(layout, inputs.query_times, inputs.key_times)
+    return TimeTable(inputs.time, gaps, inputs.time_unit, inputs.time_divisor)
 
 
 def _scores(
