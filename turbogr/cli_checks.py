@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import Namespace
 
 from turbogr.errors import ConfigurationError
+from turbogr.models.hstu import HSTU
 
 MONITOR = "val/NDCG@10"
 """What base.yaml monitors."""
@@ -77,7 +78,8 @@ def one_max_length(max_length: int, backbone: Any) -> int:
     A configuration file that asks for the backbone's default is not noticed; `check_max_length` sees it on the command line.
     """
     asked = backbone.get("init_args", {}).get("max_length") if isinstance(backbone, Namespace | dict) else None
-    if asked not in (None, max_length, _default_max_length(backbone)):
+    # The default of HSTU, with which every recipe begins, stays behind when another class is named.
+    if asked not in (None, max_length, _default_max_length(HSTU), _default_max_length(_class_of(backbone))):
         _refuse_max_length(asked, max_length)
     return max_length
 
@@ -146,7 +148,11 @@ def _refuse_max_length(asked: Any, max_length: int) -> None:
     )
 
 
-def _default_max_length(backbone: Any) -> Any:
+def _class_of(backbone: Any) -> Any:
     module, _, name = str(backbone["class_path"]).rpartition(".")
-    parameter = inspect.signature(getattr(import_module(module), name)).parameters.get("max_length")
+    return getattr(import_module(module), name)
+
+
+def _default_max_length(backbone: Any) -> Any:
+    parameter = inspect.signature(backbone).parameters.get("max_length")
     return None if parameter is None else parameter.default

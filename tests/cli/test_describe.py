@@ -15,7 +15,7 @@ from torch import nn
 from turbogr.models.backbone import Backbone
 
 class Mean(Backbone):
-    def __init__(self, dim: int = 16, max_length: int = 200, eager: bool = False, reads: bool = False):
+    def __init__(self, dim: int = 16, max_length: int = 64, eager: bool = False, reads: bool = False):
         super().__init__(dim, max_length, 0.1)
         self.linear, self.reads = nn.Linear(dim, dim, bias=False), reads
         if eager and float(self.linear.weight.abs().max()) > 1:
