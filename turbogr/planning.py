@@ -258,7 +258,7 @@ def _step(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision
     others = sum(forward.values()) + sum(backward.values()) - of_backbone
     lengths, weight = batch.lengths, model.embeddings.weight
     padded_tokens = batch.num_users * int(lengths.max())
-    rows = torch.cat([ids.flatten() for ids in model.sparse_features(batch).values()]).unique().numel()
+    rows = len(model.embeddings.request(model.sparse_features(batch)).ids)
     return StepCost(
         users=batch.num_users,
         tokens=batch.num_tokens,

@@ -8,7 +8,7 @@ from turbogr.ops import embedding_lookup, row_update
 from turbogr.ops import unique as unique_module
 from turbogr.ops.native import Kernel
 from turbogr.sparse.optimizers import SGD, LazyAdam
-from turbogr.sparse.table import EmbeddingTable
+from turbogr.sparse.table import EmbeddingTable, SparseFeature
 
 
 def table_of(rows=20, dim=3, optimizer=None, backend="auto"):
@@ -134,8 +134,32 @@ def test_ids_outside_the_table_are_named():
         table_of()({"a": torch.tensor([3]), "b": torch.tensor([[20]])})
 
 
+def test_several_tables_in_one_row_space():
+    table = EmbeddingTable(SGD(lr=1.0))
+    table.allocate({"items": 20, "author": 4}, 3)
+    assert (table.spans, table.owned) == (
+        {"items": range(20), "author": range(20, 24)},
+        {"items": range(20), "author": range(4)},
+    )
+    before = table.weight.clone()
+    lookup = table({"values": torch.tensor([3, 1]), "author": SparseFeature("author", torch.tensor([[3], [0]]))})
+    assert lookup.ids.tolist() == [1, 3, 20, 23]
+    assert torch.equal(lookup["author"], table.weight[[[23], [20]]])
+    lookup["author"].sum().backward()
+    table.apply_gradients()
+    assert (before - table.weight).nonzero()[:, 0].unique().tolist() == [20, 23]
+    with pytest.raises(DataError, match=r"feature 'author' holds id 4, outside the table's rows 0\.\.3"):
+        table({"author": SparseFeature("author", torch.tensor([4]))})
+    with pytest.raises(DataError, match=r"feature 'values' holds id 20, outside the table's rows 0\.\.19"):
+        table({"values": torch.tensor([20])})  # would be author 0
+    with pytest.raises(DataError, match=r"feature 'x' asks for a table 'tags'; there are items, author"):
+        table({"x": SparseFeature("tags", torch.tensor([0]))})
+    with pytest.raises(ConfigurationError, match="first table is 'items'"):
+        EmbeddingTable().allocate({"author": 4}, 3)
+
+
 def test_impossible_sizes_are_refused():
-    with pytest.raises(ConfigurationError, match="0 x 4"):
+    with pytest.raises(ConfigurationError, match="items .* 0 x 4"):
         table_of(0, 4)
     with pytest.raises(ConfigurationError, match="init_std"):
         EmbeddingTable(init_std=-1.0)

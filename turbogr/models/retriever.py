@@ -18,10 +18,9 @@ from turbogr.losses import RetrievalLoss, SampledSoftmax
 from turbogr.metrics import retrieval_metrics
 from turbogr.models.backbone import Backbone
 from turbogr.models.hstu import HSTU
-from turbogr.ops.catalogue import target_ranks, top_items
 from turbogr.ops.normalise import normalised
 from turbogr.seeds import global_seed
-from turbogr.sparse.table import EmbeddingTable
+from turbogr.sparse.table import EmbeddingTable, Features
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -86,7 +85,7 @@ class GenerativeRetriever(pl.LightningModule):
 
     # What a strategy asks of the module: two pure functions of a batch.
 
-    def sparse_features(self, batch: JaggedBatch) -> dict[str, Tensor]:
+    def sparse_features(self, batch: JaggedBatch) -> Features:
         """Feature name -> int64 ids that this batch looks up; targets and negatives in training only."""
         if batch.negatives is None:
             return {"values": batch.values}
@@ -155,9 +154,8 @@ class GenerativeRetriever(pl.LightningModule):
 
     def _evaluate(self, batch: JaggedBatch, metrics: MetricCollection) -> None:
         targets = batch.targets[batch.last]
-        table = self.embeddings.weight
-        ranks = target_ranks(self.queries(batch), table, targets, batch.seen, batch.seen_offsets, cosine=True)
-        metrics.update(ranks)
+        catalogue = self.embeddings.catalogue()
+        metrics.update(catalogue.target_ranks(self.queries(batch), targets, batch.seen, batch.seen_offsets))
 
     def on_validation_epoch_end(self) -> None:
         """Logs val/HR@K, val/NDCG@K and val/MRR over all users."""
@@ -175,6 +173,6 @@ class GenerativeRetriever(pl.LightningModule):
 
     def predict_step(self, batch: JaggedBatch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top items of each user: user rows int64 [B], item rows int64 [B, K], scores float [B, K], best first."""
-        queries, table = self.queries(batch), self.embeddings.weight
-        scores, items = top_items(queries, table, self.predict_k, batch.seen, batch.seen_offsets, cosine=True)
+        catalogue = self.embeddings.catalogue()
+        scores, items = catalogue.top_items(self.queries(batch), self.predict_k, batch.seen, batch.seen_offsets)
         return batch.user_ids, items, scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,41 @@ from turbogr.errors import ConfigurationError, DataError
 from turbogr.ops.backend import Backend, check_backend
 from turbogr.ops.embedding_lookup import jagged_embedding_lookup, sum_by_row
 from turbogr.ops.unique import unique_ids
+from turbogr.sparse.catalogue import Catalogue, LocalCatalogue
 from turbogr.sparse.optimizers import LazyAdam, RowOptimizer
+
+ITEMS = "items"
+"""Name of the table of the catalogue's items; the first of every EmbeddingTable."""
+
+
+class SparseFeature(NamedTuple):
+    """Ids of a table other than the items'.
+
+    Attributes:
+        table: its name.
+        ids: int64 of any shape, rows of that table.
+    """
+
+    table: str
+    ids: Tensor
+
+
+Features = Mapping[str, Tensor | SparseFeature]
+"""Feature name -> ids; a plain tensor holds item rows."""
+
+
+class RowRequest:
+    """The distinct rows that a batch looks up.
+
+    Not a dataclass on purpose: Lightning moves and clones what is one.
+
+    Attributes:
+        ids: int64 [U], rows of EmbeddingTable's row space, ascending.
+        index: feature -> int64 in the shape of its ids: where in `ids` each of them stands.
+    """
+
+    def __init__(self, ids: Tensor, index: dict[str, Tensor]) -> None:
+        self.ids, self.index = ids, index
 
 
 class Lookup:
@@ -20,9 +55,9 @@ class Lookup:
     Not a dataclass on purpose: Lightning moves and clones what is one.
 
     Attributes:
-        ids: int64 [U], distinct table rows, ascending.
+        ids: int64 [U], distinct rows of EmbeddingTable's row space, ascending.
         rows: float [U, D], their embeddings; in training the leaf on which the batch's one gradient arrives.
-        index: feature -> int64 in the shape of its ids, with `ids[index[feature]]` equal to them.
+        index: feature -> int64 in the shape of its ids: where in `ids` each of them stands.
         backend: of the look-ups below.
     """
 
@@ -38,17 +73,38 @@ class Lookup:
         )
 
 
-class EmbeddingTable(nn.Module):
-    """One table of item embeddings with its row optimizer.
+class RowEngine(Protocol):
+    """What keeps an EmbeddingTable's rows instead of the table itself: a strategy's sharded store."""
 
-    The size is not known when a recipe is read, so the table is empty until `allocate`. Training calls
+    def take(self, features: Features) -> Lookup:
+        """The rows of the training batch whose features these are, fetched ahead; the leaf takes its gradient."""
+
+    def fetch(self, request: RowRequest) -> Tensor:
+        """float [U, D], the present rows, without gradients; called by all ranks of a group together."""
+
+    def catalogue(self, vectors: Tensor) -> Catalogue:
+        """The catalogue of which `vectors`, float [owned items, D], are this rank's part."""
+
+
+class EmbeddingTable(nn.Module):
+    """Tables of embeddings of one width in one row space, with their row optimizer.
+
+    The sizes are not known when a recipe is read, so there is nothing until `allocate`. Training calls
     `lookup = table(features)`, lets gradients arrive on `lookup.rows`, and `apply_gradients()` once an optimizer step; look-ups
     between two updates (gradient accumulation) are summed.
+
+    Several tables lie one after the other in `weight`, the items' first: distinct ids, look-up, update, and under a strategy
+    every exchange, are one operation for all of them.
 
     Args:
         optimizer: how touched rows are updated; LazyAdam if None, as the public code trains tables with AdamW.
         init_std: standard deviation of the truncated normal (at two deviations) that rows start from.
         backend: of distinct ids, look-ups and row updates; see `turbogr.ops.backend.Backend`.
+
+    Attributes:
+        spans: table -> its rows in the row space.
+        owned: table -> those of its own rows, numbered from 0, that lie in this process, one table after the other in `weight`:
+            all of them, unless an engine keeps the rows.
 
     Raises:
         ConfigurationError: if `init_std` is negative or `backend` is unknown.
@@ -64,54 +120,118 @@ class EmbeddingTable(nn.Module):
         self.optimizer = LazyAdam() if optimizer is None else optimizer
         self.init_std = init_std
         self.backend: Backend = backend
+        self.spans: dict[str, range] = {}
+        self.owned: dict[str, range] = {}
+        self.engine: RowEngine | None = None
         self._pending: list[Lookup] = []
 
-    def allocate(self, num_rows: int, dim: int) -> None:
+    def allocate(self, tables: int | Mapping[str, int], dim: int) -> None:
         """Creates the rows and the optimizer's state.
 
+        Args:
+            tables: rows of the item table, or table -> rows with the items' (`ITEMS`) first.
+            dim: D, width of every table.
+
         Raises:
-            ConfigurationError: if a size is not positive.
+            ConfigurationError: if a size is not positive, or the items' table is not the first.
         """
-        if num_rows < 1 or dim < 1:
-            raise ConfigurationError(f"EmbeddingTable: num_rows and dim must be positive, got {num_rows} x {dim}")
-        weight = nn.init.trunc_normal_(torch.empty(num_rows, dim), std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        tables = {ITEMS: tables} if isinstance(tables, int) else dict(tables)
+        if next(iter(tables), None) != ITEMS:
+            raise ConfigurationError(f"EmbeddingTable: the first table is {ITEMS!r}, got {list(tables)}")
+        start = 0
+        for name, rows in tables.items():
+            if rows < 1 or dim < 1:
+                raise ConfigurationError(
+                    f"EmbeddingTable: {name} must have a positive number of rows and width, got {rows} x {dim}"
+                )
+            self.spans[name] = range(start, start + rows)
+            self.owned[name] = range(rows)
+            start += rows
+        weight = nn.init.trunc_normal_(torch.empty(start, dim), std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
         # No requires_grad: gradients arrive on a batch's leaf, and no dense optimizer may ever see the table.
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.optimizer.allocate(num_rows, dim)
+        self.optimizer.allocate(start, dim)
 
     @property
     def num_rows(self) -> int:
-        """V."""
-        return self.weight.shape[0]
+        """Rows of all tables together, wherever they lie."""
+        return max(span.stop for span in self.spans.values())
 
-    def forward(self, features: Mapping[str, Tensor]) -> Lookup:
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.weight.shape[1]
+
+    def request(self, features: Features) -> RowRequest:
+        """The distinct rows behind all features: what a look-up fetches.
+
+        Args:
+            features: name -> ids of any shape.
+
+        Raises:
+            DataError: if an id lies outside its table; names the feature, the id and the table's size.
+        """
+        flat, tables = [], []
+        for feature in features.values():
+            table, ids = feature if isinstance(feature, SparseFeature) else (ITEMS, feature)
+            flat.append(ids.reshape(-1))
+            tables.append(table)
+        if len(self.spans) > 1:
+            # Only the items' ids begin at row 0; what lies outside one table would be taken for a row of the next.
+            self._refuse_out_of_range(features)
+            flat = [ids + self.spans[table].start for ids, table in zip(flat, tables, strict=True)]
+        try:
+            unique, inverse = unique_ids(torch.cat(flat), self.num_rows, backend=self.backend)
+        except IndexError:
+            self._refuse_out_of_range(features)
+            raise
+        parts = inverse.split([ids.numel() for ids in flat])
+        shapes = {
+            name: feature.ids.shape if isinstance(feature, SparseFeature) else feature.shape
+            for name, feature in features.items()
+        }
+        return RowRequest(unique, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)})
+
+    def forward(self, features: Features) -> Lookup:
         """Looks up all features at once.
 
         Args:
-            features: name -> int64 ids of any shape, in [0, num_rows).
+            features: name -> int64 ids of any shape, rows of their table.
 
         Returns:
             The batch's Lookup; in training mode with gradients enabled, its rows are a leaf that requires grad.
 
         Raises:
-            DataError: if an id lies outside the table; names the feature, the id and the table's size.
+            DataError: if an id lies outside its table; names the feature, the id and the table's size.
         """
-        flat = torch.cat([ids.reshape(-1) for ids in features.values()])
-        try:
-            unique, inverse = unique_ids(flat, self.num_rows, backend=self.backend)
-        except IndexError as error:
-            raise DataError(self._out_of_range(features)) from error
-        sizes = [ids.numel() for ids in features.values()]
-        index = {name: part.view(features[name].shape) for name, part in zip(features, inverse.split(sizes), strict=True)}
-        rows = jagged_embedding_lookup([self.weight.detach()], unique, backend=self.backend)
-        lookup = Lookup(unique, rows, index, self.backend)
-        if self.training and torch.is_grad_enabled():
+        trains = self.training and torch.is_grad_enabled()
+        if self.engine is not None and trains:
+            return self.engine.take(features)
+        request = self.request(features)
+        if self.engine is not None:
+            return Lookup(request.ids, self.engine.fetch(request), request.index, self.backend)
+        rows = jagged_embedding_lookup([self.weight.detach()], request.ids, backend=self.backend)
+        lookup = Lookup(request.ids, rows, request.index, self.backend)
+        if trains:
             lookup.rows.requires_grad_()
             self._pending.append(lookup)
         return lookup
 
+    def catalogue(self, vectors: Tensor | None = None) -> Catalogue:
+        """The items, to be ranked.
+
+        Args:
+            vectors: float [owned items, D], of the items whose rows lie in this process; None takes the rows themselves.
+        """
+        if vectors is None:
+            vectors = self.weight[: len(self.owned[ITEMS])]
+        return LocalCatalogue(vectors) if self.engine is None else self.engine.catalogue(vectors)
+
     def apply_gradients(self) -> None:
-        """Updates the rows that received gradients since the last call, once each; rows looked up in vain stay as they are."""
+        """Updates the rows that received gradients since the last call, once each; rows looked up in vain stay as they are.
+
+        Where an engine keeps the rows, it updates them, and this does nothing.
+        """
         pending = [(look.ids, look.rows.grad) for look in self._pending if look.rows.grad is not None]
         self._pending.clear()
         if not pending:
@@ -125,7 +245,7 @@ class EmbeddingTable(nn.Module):
 
     def refuse_copies(self, copies: int) -> None:
         """Raises ConfigurationError if this is one of several copies of the table: nothing brings their updates together."""
-        if copies > 1:
+        if copies > 1 and self.engine is None:
             raise ConfigurationError(
                 f"{copies} processes would each update a table of their own, and the tables would drift apart: train with "
                 "trainer.devices 1 and trainer.strategy auto"
@@ -135,13 +255,15 @@ class EmbeddingTable(nn.Module):
         """Forgets look-ups whose gradients must not be used (an interrupted or failed step)."""
         self._pending.clear()
 
-    def _out_of_range(self, features: Mapping[str, Tensor]) -> str:
-        for name, ids in features.items():
-            wrong = (ids < 0) | (ids >= self.num_rows)
+    def _refuse_out_of_range(self, features: Features) -> None:
+        for name, feature in features.items():
+            table, ids = feature if isinstance(feature, SparseFeature) else (ITEMS, feature)
+            if table not in self.spans:
+                raise DataError(f"feature {name!r} asks for a table {table!r}; there are {', '.join(self.spans)}")
+            rows = len(self.spans[table])
+            wrong = (ids < 0) | (ids >= rows)
             if wrong.any():
-                first = int(ids[wrong][0])
-                return (
-                    f"feature {name!r} holds id {first}, outside the table's rows 0..{self.num_rows - 1}; "
+                raise DataError(
+                    f"feature {name!r} holds id {int(ids[wrong][0])}, outside the table's rows 0..{rows - 1}; "
                     "was the model built for another prepared folder?"
                 )
-        raise AssertionError("every id is inside the table")
