@@ -144,7 +144,7 @@ def test_several_tables_in_one_row_space():
     before = table.weight.clone()
     lookup = table({"values": torch.tensor([3, 1]), "author": SparseFeature("author", torch.tensor([[3], [0]]))})
     assert lookup.ids.tolist() == [1, 3, 20, 23]
-    assert torch.equal(lookup["author"], table.weight[[[23], [20]]])
+    assert torch.equal(lookup["author"], table.weight[torch.tensor([[23], [20]])])
     lookup["author"].sum().backward()
     table.apply_gradients()
     assert (before - table.weight).nonzero()[:, 0].unique().tolist() == [20, 23]
@@ -159,7 +159,7 @@ def test_several_tables_in_one_row_space():
 
 
 def test_impossible_sizes_are_refused():
-    with pytest.raises(ConfigurationError, match="items .* 0 x 4"):
+    with pytest.raises(ConfigurationError, match=r"items .* 0 x 4"):
         table_of(0, 4)
     with pytest.raises(ConfigurationError, match="init_std"):
         EmbeddingTable(init_std=-1.0)
