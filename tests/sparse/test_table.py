@@ -8,7 +8,7 @@ from turbogr.ops import embedding_lookup, row_update
 from turbogr.ops import unique as unique_module
 from turbogr.ops.native import Kernel
 from turbogr.sparse.optimizers import SGD, LazyAdam
-from turbogr.sparse.table import EmbeddingTable, SparseFeature
+from turbogr.sparse.table import EmbeddingTable, ItemFeature, SparseFeature
 
 
 def table_of(rows=20, dim=3, optimizer=None, backend="auto"):
@@ -156,6 +156,31 @@ def test_several_tables_in_one_row_space():
         table({"x": SparseFeature("tags", torch.tensor([0]))})
     with pytest.raises(ConfigurationError, match="first table is 'items'"):
         EmbeddingTable().allocate({"author": 4}, 3)
+
+
+def test_a_property_of_items_is_looked_up_once_for_each_distinct_item():
+    table = EmbeddingTable(SGD(lr=1.0))
+    table.allocate({"items": 6, "author": 3, "tab": 2}, 4)
+    authors = torch.tensor([2, 0, 2, 1, 1, 0])
+    features = {
+        "author": ItemFeature("author", authors),
+        "values": torch.tensor([5, 2, 0, 5]),
+        "tab": SparseFeature("tab", torch.tensor([1, 1, 0, 1])),
+        "negatives": torch.tensor([[2], [5]]),
+    }
+    lookup = table(features)
+    assert list(lookup.index) == list(features)
+    assert lookup.ids.tolist() == [0, 2, 5, 6, 8, 9, 10], "items, authors 0 and 2, both tabs"
+    assert lookup.index["author"].tolist() == [4, 4, 3], "of the items 0, 2 and 5"
+    assert torch.equal(lookup["author"], table.weight[6 + authors[[0, 2, 5]]])
+    assert torch.equal(lookup["negatives"], table.weight[features["negatives"]])
+    before = table.weight.clone()
+    lookup["author"].sum().backward()
+    table.apply_gradients()
+    assert (before - table.weight)[:, 0].tolist() == pytest.approx([0, 0, 0, 0, 0, 0, 1, 0, 2, 0, 0])
+    assert table.request({"author": features["author"]}).ids.tolist() == []
+    with pytest.raises(DataError, match=r"feature 'author' holds id 3, outside the table's rows 0\.\.2"):
+        table({"values": torch.tensor([0]), "author": ItemFeature("author", authors + 1)})
 
 
 def test_impossible_sizes_are_refused():

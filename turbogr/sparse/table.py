@@ -31,7 +31,19 @@ class SparseFeature(NamedTuple):
     ids: Tensor
 
 
-Features = Mapping[str, Tensor | SparseFeature]
+class ItemFeature(NamedTuple):
+    """One row of another table for every distinct item that is looked up along with it: a property of the item.
+
+    Attributes:
+        table: its name.
+        rows: int64 [V], by item row: the row of that table.
+    """
+
+    table: str
+    rows: Tensor
+
+
+Features = Mapping[str, Tensor | SparseFeature | ItemFeature]
 """Feature name -> ids; a plain tensor holds item rows."""
 
 
@@ -42,7 +54,8 @@ class RowRequest:
 
     Attributes:
         ids: int64 [U], rows of EmbeddingTable's row space, ascending.
-        index: feature -> int64 in the shape of its ids: where in `ids` each of them stands.
+        index: feature -> int64 in the shape of its ids: where in `ids` each of them stands. An ItemFeature has one for each
+            distinct item, of which there are U_i: int64 [U_i], in the order of the items, which are the first of `ids`.
     """
 
     def __init__(self, ids: Tensor, index: dict[str, Tensor]) -> None:
@@ -57,7 +70,7 @@ class Lookup:
     Attributes:
         ids: int64 [U], distinct rows of EmbeddingTable's row space, ascending.
         rows: float [U, D], their embeddings; in training the leaf on which the batch's one gradient arrives.
-        index: feature -> int64 in the shape of its ids: where in `ids` each of them stands.
+        index: feature -> int64 in the shape of its ids: where in `ids` each of them stands; as in RowRequest.
         backend: of the look-ups below.
     """
 
@@ -171,26 +184,35 @@ class EmbeddingTable(nn.Module):
         Raises:
             DataError: if an id lies outside its table; names the feature, the id and the table's size.
         """
-        flat, tables = [], []
-        for feature in features.values():
-            table, ids = feature if isinstance(feature, SparseFeature) else (ITEMS, feature)
-            flat.append(ids.reshape(-1))
-            tables.append(table)
-        if len(self.spans) > 1:
-            # Only the items' ids begin at row 0; what lies outside one table would be taken for a row of the next.
-            self._refuse_out_of_range(features)
-            flat = [ids + self.spans[table].start for ids, table in zip(flat, tables, strict=True)]
-        try:
-            unique, inverse = unique_ids(torch.cat(flat), self.num_rows, backend=self.backend)
-        except IndexError:
-            self._refuse_out_of_range(features)
-            raise
-        parts = inverse.split([ids.numel() for ids in flat])
-        shapes = {
-            name: feature.ids.shape if isinstance(feature, SparseFeature) else feature.shape
-            for name, feature in features.items()
-        }
-        return RowRequest(unique, {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)})
+        requested: dict[str, list[str]] = {table: [] for table in self.spans}
+        for name, feature in features.items():
+            table, _ = _table_and_ids(feature)
+            if table not in requested:
+                raise DataError(f"feature {name!r} asks for a table {table!r}; there are {', '.join(self.spans)}")
+            requested[table].append(name)
+        found: list[Tensor] = []
+        index: dict[str, Tensor] = {}
+        count = 0
+        # Table by table, the items first: what a property of the items looks up is known once they are distinct. Rows of one
+        # table come before those of the next, so that the parts are ascending as a whole.
+        for table, names in requested.items():
+            if not names:
+                continue
+            items = found[0] if found and requested[ITEMS] else None
+            asked = [_wanted(features[name], items) for name in names]
+            try:
+                unique, inverse = unique_ids(
+                    torch.cat([ids.reshape(-1) for ids in asked]), len(self.spans[table]), backend=self.backend
+                )
+            except IndexError:
+                self._refuse_out_of_range(features)
+                raise
+            parts = (inverse + count if count else inverse).split([ids.numel() for ids in asked])
+            index |= {name: part.view(ids.shape) for name, ids, part in zip(names, asked, parts, strict=True)}
+            start = self.spans[table].start
+            found.append(unique + start if start else unique)
+            count += len(unique)
+        return RowRequest(found[0] if len(found) == 1 else torch.cat(found), {name: index[name] for name in features})
 
     def forward(self, features: Features) -> Lookup:
         """Looks up all features at once.
@@ -257,9 +279,7 @@ class EmbeddingTable(nn.Module):
 
     def _refuse_out_of_range(self, features: Features) -> None:
         for name, feature in features.items():
-            table, ids = feature if isinstance(feature, SparseFeature) else (ITEMS, feature)
-            if table not in self.spans:
-                raise DataError(f"feature {name!r} asks for a table {table!r}; there are {', '.join(self.spans)}")
+            table, ids = _table_and_ids(feature)
             rows = len(self.spans[table])
             wrong = (ids < 0) | (ids >= rows)
             if wrong.any():
@@ -267,3 +287,16 @@ class EmbeddingTable(nn.Module):
                     f"feature {name!r} holds id {int(ids[wrong][0])}, outside the table's rows 0..{rows - 1}; "
                     "was the model built for another prepared folder?"
                 )
+
+
+def _table_and_ids(feature: Tensor | SparseFeature | ItemFeature) -> tuple[str, Tensor]:
+    """Its table; the ids of it that may be looked up."""
+    return (ITEMS, feature) if isinstance(feature, Tensor) else (feature[0], feature[1])
+
+
+def _wanted(feature: Tensor | SparseFeature | ItemFeature, items: Tensor | None) -> Tensor:
+    """The ids that are looked up, given the distinct items (None: there are none)."""
+    _, ids = _table_and_ids(feature)
+    if not isinstance(feature, ItemFeature):
+        return ids
+    return ids[:0] if items is None else ids[items]
