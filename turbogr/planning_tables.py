@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turbogr.callbacks.summary import in_bytes
 from turbogr.errors import ConfigurationError
 from turbogr.planning import Plan, StepCost
+from turbogr.units import in_bytes
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:

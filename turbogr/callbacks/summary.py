@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.models.retriever import GenerativeRetriever
+from turbogr.units import in_bytes
 
 
 class Summary(Callback):
@@ -35,13 +36,3 @@ class Summary(Callback):
             f"data: {data.num_users:,} users, {data.num_items:,} items, {data.num_training_tokens:,} training tokens an epoch",
         ]
         print(*lines, sep="\n", file=sys.stderr, flush=True)
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes for people, in decimal units."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
