@@ -24,6 +24,7 @@ EXPECTED = {
     "movielens-100k/fuxi.yaml": (50, 2, 1, 200, 32, 1e-3, 0.2),
     "movielens-1m/hstu.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
     "movielens-1m/hstu-large.yaml": (50, 8, 2, 200, 128, 1e-3, 0.2),
+    "movielens-1m/fuxi.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
     "movielens-1m/sasrec.yaml": (50, 2, 1, 200, 128, 1e-3, 0.2),
 }
 LADDER = {
