@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from turbogr import __version__
 from turbogr.errors import MissingDependencyError, TurboGRError
@@ -20,6 +22,7 @@ TRAINER_COMMANDS = {
 }
 OTHER_COMMANDS = {
     "describe": "parameters, FLOPs and bytes of a step, before training; -c CONFIG as fit",
+    "plan": "how many groups N ranks should form: bytes and memory of each choice; -c CONFIG --devices N",
     "data": "prepare, describe, synthesize or fetch data sets",
     "doctor": "what is installed, what is expected, how to mend it",
 }
@@ -65,18 +68,30 @@ def _run(command: str, args: list[str]) -> int:
         print(f"turbogr: error: there is no command {command!r}{hint}", file=sys.stderr)
         return 2
     try:
-        if command == "data":
-            from turbogr.data.commands import main as data
-        elif command == "describe":
-            from turbogr.describe_cli import run as describe
-        else:
-            from turbogr.trainer_cli import run
+        runner = _runner(command)
     except (ImportError, OSError) as error:
         # OSError: a shared library that cannot be loaded.
         raise MissingDependencyError(f"{error}; run `turbogr doctor` to see what is broken and how to mend it") from error
+    return runner(args)
+
+
+def _runner(command: str) -> Callable[[list[str]], int]:
+    """Imports what a command needs."""
     if command == "data":
-        return data(args)
-    return describe(args) if command == "describe" else run(command, args)
+        from turbogr.data.commands import main as data
+
+        return data
+    if command == "describe":
+        from turbogr.describe_cli import run as describe
+
+        return describe
+    if command == "plan":
+        from turbogr.plan_cli import run as plan
+
+        return plan
+    from turbogr.trainer_cli import run as trainer
+
+    return partial(trainer, command)
 
 
 def _help() -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from turbogr.cli_checks import check_max_length
 from turbogr.errors import ConfigurationError
 from turbogr.planning import plan
-from turbogr.planning_tables import print_plan, write_plan
+from turbogr.planning_tables import print_plan, write_json
 from turbogr.trainer_cli import TurboGRCLI
 from turbogr.trainer_cli import run as run_with
 
@@ -37,7 +37,7 @@ class _Options(Trainer):
 class DescribeCLI(TurboGRCLI):
     """Parses as `fit` does; builds the data, and the model without memory; plans and prints."""
 
-    trainer_type = _Options
+    trainer_type: type[Trainer] = _Options
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Its own command."""
@@ -69,5 +69,5 @@ class DescribeCLI(TurboGRCLI):
             found.notes.append(f"the optimizers take a step after {config.trainer.accumulate_grad_batches} such batches")
         print_plan(found)
         if config.json is not None:
-            write_plan(found, config.json)
+            write_json(found.as_dict(), config.json)
             Console(highlight=False, markup=False, soft_wrap=True).print(f"written to {config.json}")

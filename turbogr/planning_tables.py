@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -33,8 +34,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
-def write_plan(plan: Plan, path: Path) -> None:
-    """Writes a plan as JSON, under a temporary name first.
+def write_json(content: dict[str, Any], path: Path) -> None:
+    """Writes numbers as JSON, under a temporary name first.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -42,7 +43,7 @@ def write_plan(plan: Plan, path: Path) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(plan.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise ConfigurationError(f"--json {path}: cannot be written ({error.strerror or error})") from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from turbogr.errors import ConfigurationError
-from turbogr.sparse.groups import DistinctRows, Links, Tables, choose_groups, group_costs, reason, refuse
+from turbogr.sparse.groups import DistinctRows, Links, Tables, choose_groups, count_rows, group_costs, reason, refuse
 
 TABLES = Tables({"items": 1_000_001, "tag": 10}, dim=8, row_bytes=96)
 ROWS = DistinctRows({1: 1000, 2: 1600, 4: 2500, 8: 4000}, most=1_000_011)
@@ -33,10 +34,10 @@ def test_bytes_of_each_choice_by_hand():
     gather, two_phase = 3 * 800 * 32, 3 / 4 * (800 + 2000) * 32
     assert found[4].exchange == "two_phase"
     assert two_phase < gather
-    assert found[4].between == pytest.approx(3 * (4 * 800 + 8) + two_phase)
+    assert found[4].between == pytest.approx(3 * (4 * 800 + 16) + two_phase)
     # two groups of 4: everyone to one other, or half to it and half back
     assert found[2].exchange == "gather"
-    assert found[2].between == pytest.approx(4 * 625 + 8 + 625 * 32)
+    assert found[2].between == pytest.approx(4 * 625 + 16 + 625 * 32)
     # eight groups of 1: nothing inside
     assert found[8].inside == 0
     assert [found[m].table_bytes for m in (1, 2, 4, 8)] == [
@@ -101,3 +102,8 @@ def test_distinct_rows_between_and_beyond_the_counted():
     assert ROWS.of(10**9) == ROWS.most
     assert DistinctRows({1: 10.0}, most=25).of(4) == 25
     assert DistinctRows({1: 0.0, 2: 0.0}, most=25).of(4) == 0
+
+
+def test_rows_are_counted_over_neighbouring_ranks():
+    ids = [torch.tensor(rows, dtype=torch.int64) for rows in ([0, 1], [1, 2], [], [9])]
+    assert count_rows(ids, 10) == DistinctRows({1: 5 / 4, 2: (3 + 1) / 2, 4: 4.0}, most=10)

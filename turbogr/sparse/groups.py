@@ -1,10 +1,10 @@
 """How many groups: what each choice of M costs in memory and bytes, and the rule behind `groups: auto`.
 
-W ranks are M groups of I = W / M. Ids, rows and gradients stay inside a group; between groups go distinct rows with their summed
-gradients (TurboGR, section 4.2.1, which leaves M open). Copies of the tables pay where ranks ask for the same rows, where a long
-way is slower than a short one, and where many messages are dear; where every rank has rows of its own, each copy must still hear
-of all of them. The rule: of the M that divide W and fit into a rank's memory, the one whose communication takes the least time on
-the given links; of equal ones the smaller. The time is a model, not a promise:
+W ranks are M groups of I = W / M. Ids, rows and gradients stay inside a group; between groups go distinct rows with their
+summed gradients (TurboGR, section 4.2.1, which leaves M open). Copies of the tables pay where ranks ask for the same rows,
+where a long way is slower than a short one, and where many messages are dear; where every rank has rows of its own, each copy
+must still hear of all of them. The rule: of the M that divide W and fit into a rank's memory, the one whose communication
+takes the least time on the given links; of equal ones the smaller. The time is a model, not a promise:
 
     time = bytes to the own node / local bandwidth + bytes to others / network bandwidth + latency x messages
 
@@ -13,15 +13,19 @@ all of it one after the other, though training hides a part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
+import torch
+from torch import Tensor
+
 from turbogr.errors import ConfigurationError
+from turbogr.sparse.exchange import choose_form, exchange_rows
 from turbogr.units import in_bytes
 
-ID_BYTES, ROW_ID_BYTES, VALUE_BYTES = 8, 4, 4
-"""An id inside a group, a row's number between groups, a number of a row."""
+ID_BYTES, ROW_ID_BYTES, SIZES_BYTES, VALUE_BYTES = 8, 4, 16, 4
+"""An id inside a group; a row's number between groups, and what goes before them; a number of a row."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,29 @@ class DistinctRows:
         a, b = known[-2:]
         power = log(self.counts[b] / max(self.counts[a], 1)) / log(b / a) if self.counts[b] else 0.0
         return min(self.counts[b] * (ranks / b) ** power, self.most)
+
+
+def count_rows(ids: Sequence[Tensor], num_rows: int) -> DistinctRows:
+    """Counts what the ranks of one step share.
+
+    Args:
+        ids: of each rank, int64 [U_r], the distinct rows that its batch looks up.
+        num_rows: of all tables.
+
+    Returns:
+        The mean over all blocks of k neighbouring ranks, for every k that divides their number.
+    """
+    ranks = len(ids)
+    counts: dict[int, float] = {}
+    for k in (k for k in range(1, ranks + 1) if ranks % k == 0):
+        distinct = 0
+        for start in range(0, ranks, k):
+            wanted = torch.zeros(num_rows, dtype=torch.bool)
+            for own in ids[start : start + k]:
+                wanted[own] = True
+            distinct += int(wanted.count_nonzero())
+        counts[k] = distinct * k / ranks
+    return DistinctRows(counts, num_rows)
 
 
 @dataclass(frozen=True)
@@ -195,11 +222,12 @@ def _cost(
     inside = peer_share * (group_size - 1)
     # A member's part of what its group asks for, and of what all groups ask for.
     asked, united = rows.of(group_size) / group_size, rows.of(groups * group_size) / group_size
-    gather = (groups - 1) * asked * width
-    two_phase = (groups - 1) / groups * (asked + united) * width
-    exchange = "none" if groups == 1 else "gather" if gather <= two_phase else "two_phase"
-    ids = (groups - 1) * (ROW_ID_BYTES * asked + ID_BYTES)
-    between = 0.0 if groups == 1 else ids + min(gather, two_phase)
+    exchange, between = "none", 0.0
+    if groups > 1:
+        sizes, union = [round(asked)] * groups, round(united)
+        form = choose_form(sizes, union)
+        exchange = form
+        between = exchange_rows(sizes, union)[form] / groups * width + (groups - 1) * (ROW_ID_BYTES * asked + SIZES_BYTES)
 
     # Ranks of a group follow each other, so a group no larger than a node lies within nodes.
     near_members = min(group_size, links.ranks_per_node) - 1
