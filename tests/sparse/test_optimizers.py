@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turbogr.errors import ConfigurationError
-from turbogr.sparse.optimizers import SGD, AdaGrad, LazyAdam, RowWiseAdaGrad
+from turbogr.sparse.optimizers import SGD, AdaGrad, LazyAdam, LazyAdamW, RowWiseAdaGrad
 
 V, D, STEPS = 30, 6, 12
 
@@ -138,3 +138,21 @@ def test_impossible_options_are_refused():
         SGD(lr=0)
     with pytest.raises(ConfigurationError, match=r"betas must lie in \[0, 1\)"):
         LazyAdam(betas=(0.9, 1.0))
+
+
+@pytest.mark.parametrize("make", [SGD, AdaGrad, RowWiseAdaGrad, LazyAdam, LazyAdamW])
+def test_a_scaled_step_is_a_step_with_another_rate(make):
+    scaled, plain = make(lr=0.4), make(lr=0.1)
+    weights = [torch.linspace(-1, 1, V * D).view(V, D).clone() for _ in range(2)]
+    for optimizer in (scaled, plain):
+        optimizer.allocate(V, D)
+    for rows, gradient in steps():
+        scaled.step(weights[0], rows, gradient, lr_scale=0.25)
+        plain.step(weights[1], rows, gradient)
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], run_ours(make(lr=0.4)))
+
+
+def test_lazy_adamw_is_lazy_adam_with_decay():
+    assert torch.equal(run_ours(LazyAdamW(lr=0.1)), run_ours(LazyAdam(lr=0.1, weight_decay=0.01)))
+    assert not torch.equal(run_ours(LazyAdamW(lr=0.1)), run_ours(LazyAdam(lr=0.1)))

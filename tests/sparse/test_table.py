@@ -190,3 +190,17 @@ def test_impossible_sizes_are_refused():
         EmbeddingTable(init_std=-1.0)
     with pytest.raises(ConfigurationError, match="EmbeddingTable: backend must be one of"):
         EmbeddingTable(backend="gpu")
+
+
+@pytest.mark.parametrize("largest", [0.5, 1e6])
+def test_clipping_by_the_norm_of_all_rows(largest):
+    """As torch clips a dense parameter that has the same gradient."""
+    table = table_of()
+    parameter = torch.nn.Parameter(table.weight.clone())
+    ids, weights = torch.tensor([1, 4, 4, 9]), torch.arange(12.0).view(4, 3)
+    (table({"a": ids})["a"] * weights).sum().backward()
+    (parameter[ids] * weights).sum().backward()
+    torch.nn.utils.clip_grad_norm_([parameter], largest)
+    expected = table.weight - 0.5 * parameter.grad
+    table.apply_gradients(lr_scale=0.5, clip_norm=largest)
+    torch.testing.assert_close(table.weight.data, expected.data)

@@ -37,7 +37,7 @@ class RowOptimizer(nn.Module):
         """Registers the state of a table of `num_rows` rows of width `dim` as buffers."""
 
     @abstractmethod
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto", lr_scale: float = 1.0) -> None:
         """Updates `weight[rows]` and their state.
 
         Args:
@@ -45,6 +45,7 @@ class RowOptimizer(nn.Module):
             rows: int64 [U], distinct.
             gradient: float [U, D], summed over the rows' occurrences.
             backend: see `turbogr.ops.backend.Backend`.
+            lr_scale: factor of the learning rate at this step, as where it follows the dense parameters' schedule.
         """
 
 
@@ -57,9 +58,9 @@ class SGD(RowOptimizer):
     def allocate(self, num_rows: int, dim: int) -> None:
         """No state."""
 
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto", lr_scale: float = 1.0) -> None:
         """One step on `rows`; shapes in RowOptimizer.step."""
-        row_update(RowRule("sgd", self.lr), weight, [], rows, gradient, backend=backend)
+        row_update(RowRule("sgd", self.lr * lr_scale), weight, [], rows, gradient, backend=backend)
 
 
 class AdaGrad(RowOptimizer):
@@ -75,9 +76,9 @@ class AdaGrad(RowOptimizer):
         """Registers `sum`."""
         self.register_buffer("sum", torch.zeros(num_rows, dim))
 
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto", lr_scale: float = 1.0) -> None:
         """One step on `rows`; shapes in RowOptimizer.step."""
-        row_update(RowRule("adagrad", self.lr, self.eps), weight, [self.sum], rows, gradient, backend=backend)
+        row_update(RowRule("adagrad", self.lr * lr_scale, self.eps), weight, [self.sum], rows, gradient, backend=backend)
 
 
 class RowWiseAdaGrad(RowOptimizer):
@@ -93,9 +94,11 @@ class RowWiseAdaGrad(RowOptimizer):
         """Registers `sum`."""
         self.register_buffer("sum", torch.zeros(num_rows, 1))
 
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto", lr_scale: float = 1.0) -> None:
         """One step on `rows`; shapes in RowOptimizer.step."""
-        row_update(RowRule("row_wise_adagrad", self.lr, self.eps), weight, [self.sum], rows, gradient, backend=backend)
+        row_update(
+            RowRule("row_wise_adagrad", self.lr * lr_scale, self.eps), weight, [self.sum], rows, gradient, backend=backend
+        )
 
 
 class LazyAdam(RowOptimizer):
@@ -128,9 +131,25 @@ class LazyAdam(RowOptimizer):
         self.register_buffer("exp_avg_sq", torch.zeros(num_rows, dim))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto") -> None:
+    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, backend: Backend = "auto", lr_scale: float = 1.0) -> None:
         """One step on `rows`; shapes in RowOptimizer.step."""
-        rule = RowRule("lazy_adam", self.lr, self.eps, self.betas, self.weight_decay)
+        rule = RowRule("lazy_adam", self.lr * lr_scale, self.eps, self.betas, self.weight_decay)
         steps = self.steps + 1
         row_update(rule, weight, [self.exp_avg, self.exp_avg_sq, steps], rows, gradient, backend=backend)
         self.steps.copy_(steps)
+
+
+class LazyAdamW(LazyAdam):
+    """LazyAdam that decays touched rows: as LazyAdam with a `weight_decay`, under the name one would look for.
+
+    Args:
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: AdamW's decoupled decay, applied to touched rows only.
+    """
+
+    def __init__(
+        self, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-8, weight_decay: float = 0.01
+    ) -> None:
+        super().__init__(lr, betas, eps, weight_decay)

@@ -86,6 +86,18 @@ class Lookup:
         )
 
 
+def clipped(gradient: Tensor, squared_norm: Tensor, largest: float) -> Tensor:
+    """The gradient, shrunk if its norm exceeds the largest; by the factor of `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        gradient: float [U, D].
+        squared_norm: float64 [], of all of which the gradient may be a part.
+        largest: the norm that is let through.
+    """
+    factor = (largest / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
+    return gradient * factor.to(gradient.dtype)
+
+
 class RowEngine(Protocol):
     """What keeps an EmbeddingTable's rows instead of the table itself: a strategy's sharded store."""
 
@@ -249,10 +261,14 @@ class EmbeddingTable(nn.Module):
             vectors = self.weight[: len(self.owned[ITEMS])]
         return LocalCatalogue(vectors) if self.engine is None else self.engine.catalogue(vectors)
 
-    def apply_gradients(self) -> None:
+    def apply_gradients(self, lr_scale: float = 1.0, clip_norm: float | None = None) -> None:
         """Updates the rows that received gradients since the last call, once each; rows looked up in vain stay as they are.
 
         Where an engine keeps the rows, it updates them, and this does nothing.
+
+        Args:
+            lr_scale: factor of the learning rate.
+            clip_norm: largest norm of the gradient of all rows of all tables together; None lets it be.
         """
         pending = [(look.ids, look.rows.grad) for look in self._pending if look.rows.grad is not None]
         self._pending.clear()
@@ -263,7 +279,9 @@ class EmbeddingTable(nn.Module):
             ids, inverse = unique_ids(torch.cat([rows for rows, _ in pending]), self.num_rows, backend=self.backend)
             parts = torch.cat([grad for _, grad in pending])
             gradient = sum_by_row(parts, inverse, len(ids), backend=self.backend)
-        self.optimizer.step(self.weight, ids, gradient, self.backend)
+        if clip_norm is not None:
+            gradient = clipped(gradient, gradient.double().square().sum(), clip_norm)
+        self.optimizer.step(self.weight, ids, gradient, self.backend, lr_scale)
 
     def refuse_copies(self, copies: int) -> None:
         """Raises ConfigurationError if this is one of several copies of the table: nothing brings their updates together."""
