@@ -24,7 +24,7 @@ from turbogr.errors import ConfigurationError
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.planning import plan
 from turbogr.planning_tables import write_json
-from turbogr.sparse.groups import DistinctRows, GroupCost, Links, Tables, choose_groups, count_rows, group_costs, reason
+from turbogr.sparse.groups import DistinctRows, GroupCost, Links, choose_groups, count_rows, group_costs, reason, tables_of
 from turbogr.trainer_cli import run as run_with
 from turbogr.units import in_bytes, parse_bytes
 
@@ -148,20 +148,12 @@ def plan_groups(
     described = plan(model, data, precision)
     resident = described.model.dense_bytes + described.model.optimizer_bytes
     step = max((step.batch_bytes + step.most_bytes for step in described.steps.values()), default=0)
-    costs = group_costs(devices, tables_of(model), rows, links, resident + step, memory)
+    costs = group_costs(devices, tables_of(model.embeddings), rows, links, resident + step, memory)
     try:
         chosen = choose_groups(costs)
     except ConfigurationError as error:
         return GroupPlan(devices, links, rows, costs, None, str(error))
     return GroupPlan(devices, links, rows, costs, chosen.groups, reason(chosen, costs))
-
-
-def tables_of(model: GenerativeRetriever) -> Tables:
-    """The sizes of a model's tables."""
-    table = model.embeddings
-    state = sum(x.nbytes for x in table.optimizer.buffers() if x.dim() and x.shape[0] == table.weight.shape[0])
-    row_bytes = (table.weight.nbytes + state) // table.weight.shape[0]
-    return Tables({name: len(span) for name, span in table.spans.items()}, table.dim, row_bytes)
 
 
 def _requests(model: GenerativeRetriever, data: SequenceDataModule) -> Iterator[Tensor]:

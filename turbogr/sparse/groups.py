@@ -22,6 +22,7 @@ from torch import Tensor
 
 from turbogr.errors import ConfigurationError
 from turbogr.sparse.exchange import choose_form, exchange_rows
+from turbogr.sparse.table import EmbeddingTable
 from turbogr.units import in_bytes
 
 ID_BYTES, ROW_ID_BYTES, SIZES_BYTES, VALUE_BYTES = 8, 4, 16, 4
@@ -62,6 +63,13 @@ class Tables:
     def bytes_per_rank(self, group_size: int) -> int:
         """Of the rank that has most, row-wise over a group."""
         return sum(-(-rows // group_size) for rows in self.rows.values()) * self.row_bytes
+
+
+def tables_of(table: EmbeddingTable) -> Tables:
+    """The sizes of all tables, with the state of their optimizer; before an engine has taken its part."""
+    rows = table.num_rows
+    state = sum(x.nbytes for x in table.optimizer.buffers() if x.dim() and x.shape[0] == rows)
+    return Tables({name: len(span) for name, span in table.spans.items()}, table.dim, (table.weight.nbytes + state) // rows)
 
 
 @dataclass(frozen=True)
