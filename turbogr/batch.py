@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,9 @@ class JaggedBatch:
         negatives: int64 [T, R], item rows drawn for each token; None in evaluation.
         seen: int64 [S], item rows that evaluation must not recommend to its user; None in training.
         seen_offsets: int64 [B + 1], user b's are `seen[seen_offsets[b]:seen_offsets[b + 1]]`.
+        features: by name, int64 [T], for each token the row of its own event (never of its target) in the table of an
+            event-side feature; see `turbogr.data.features.FeatureTable`. Item-side features follow from the item and are not
+            here.
 
     Raises:
         DataError: if shapes, dtypes or offsets contradict each other.
@@ -50,6 +53,7 @@ class JaggedBatch:
     negatives: Tensor | None = None
     seen: Tensor | None = None
     seen_offsets: Tensor | None = None
+    features: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Checked where the batch is built (on the host, in the loader); copies to a device skip it: reading offsets
@@ -71,8 +75,9 @@ class JaggedBatch:
             raise DataError("JaggedBatch.seen and JaggedBatch.seen_offsets come together or not at all")
         if self.seen is not None:
             expected |= {"seen": (self.seen.numel(),), "seen_offsets": (users + 1,)}
-        for name, shape in expected.items():
-            tensor = getattr(self, name)
+        checked = {name: (getattr(self, name), shape) for name, shape in expected.items()}
+        checked |= {f"features[{name!r}]": (rows, (tokens,)) for name, rows in self.features.items()}
+        for name, (tensor, shape) in checked.items():
             if tensor.dtype != torch.int64 or tuple(tensor.shape) != shape:
                 raise DataError(
                     f"JaggedBatch.{name} is {tensor.dtype} {list(tensor.shape)}, expected torch.int64 {list(shape)}"
@@ -136,8 +141,9 @@ class JaggedBatch:
         return KeyedJaggedTensor(keys=list(features), values=torch.cat(list(features.values())), lengths=torch.cat(lengths))
 
     def _map(self, function: Any) -> JaggedBatch:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: function(v) for name, v in moved.items() if isinstance(v, Tensor)})
+        moved: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {name: function(value) for name, value in moved.items() if isinstance(value, Tensor)}
+        return replace(self, **moved, features={name: function(rows) for name, rows in self.features.items()})
 
 
 def _check_offsets(name: str, offsets: Tensor, total: int, max_length: int | None) -> None:

@@ -1,5 +1,6 @@
 """Write a small, valid, random prepared folder, for tests that need one and no raw logs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,12 @@ def write_prepared(
     time_unit: str = "s",
     protocol: str = "three_way",
     string_ids: bool = False,
+    features: Mapping[str, tuple[str, int]] | None = None,
 ) -> Path:
     """Write a folder of random events; every item occurs where there are events enough, and some times are tied.
 
     Original ids are ``10 + 3 row`` of users and ``100 + 7 row`` of items (or the text ``u…`` / ``i…``, zero-padded), so that
-    a row taken for an id is noticed.
+    a row taken for an id is noticed. ``features`` is {name: (side, rows)}; the value of a feature's row r is 1000 + r.
     """
     assert 3 <= min_len <= max_len
     random = np.random.default_rng(seed)
@@ -66,6 +68,18 @@ def write_prepared(
         content.add_array(name, array)
     content.add_ids("users", tables["users"]["id"])
     content.add_ids("catalogue", tables["catalogue"]["id"])
+    entries = []
+    for name, (side, count) in (features or {}).items():
+        (folder / "features").mkdir(exist_ok=True)
+        array = random.integers(0, count, events if side == "event" else num_items).astype(np.int32)
+        values = pa.array([None, *range(1001, 1000 + count)], pa.int64())
+        np.save(folder / "features" / f"{name}.npy", array)
+        table = pa.table({"row": np.arange(count), "value": values, "count": np.bincount(array, minlength=count)})
+        pq.write_table(table, folder / "features" / f"{name}.parquet")
+        content.add_feature(name, side, array, values)
+        entries.append(
+            {"name": name, "side": side, "rows": count, "file": f"features/{name}.npy", "map": f"features/{name}.parquet"}
+        )
     write_manifest(
         folder,
         {
@@ -83,6 +97,7 @@ def write_prepared(
             "length_percentiles": length_percentiles(lengths),
             "maps": {"users": "users.parquet", "items": "catalogue.parquet"},
             "content_hash": content.hexdigest(),
+            "features": entries,
         },
     )
     return folder

@@ -99,7 +99,7 @@ DAMAGE = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "data: not a prepared folder"),
     "manifest cut off": (_truncate("manifest.json"), r"manifest\.json: line \d+, column \d+: not JSON"),
     "manifest not an object": (lambda folder: (folder / "manifest.json").write_text("[]"), "format is None"),
-    "another format": (_edit(format=2), r"manifest\.json: format is 2, this turbogr reads format 1"),
+    "another format": (_edit(format=3), r"manifest\.json: format is 3, this turbogr reads the formats 1 and 2"),
     "key absent": (_drop_key, r"manifest\.json: key 'num_items' is absent"),
     "key of another type": (_edit(num_users="many"), r"manifest\.json: key 'num_users' is 'many'"),
     "unknown protocol": (_edit(protocol="two_way"), r"manifest\.json: protocol is 'two_way'"),

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from turbogr.batch import JaggedBatch
+from turbogr.data.features import FeatureTable, chosen
 from turbogr.data.histories import HELD_OUT, EvaluationHistories, Protocol, Stage, TrainingHistories
 from turbogr.data.negatives import UniformNegatives, check_seed
 from turbogr.data.prepared import PreparedData
@@ -49,6 +50,7 @@ class SequenceDataModule(LightningDataModule):
         drop_last: drop an epoch's last training batch where it is smaller than the others.
         query_time: in prediction, when the recommendation is asked for, in the unit of the data; None is the time of each
             user's last event.
+        features: which of the prepared folder's features the model gets: "all", or a list of names ([] is none).
 
     Raises:
         ConfigurationError: an option is out of range.
@@ -68,6 +70,7 @@ class SequenceDataModule(LightningDataModule):
         seed: int | None = None,
         drop_last: bool = False,
         query_time: int | None = None,
+        features: Literal["all"] | list[str] = "all",
     ) -> None:
         super().__init__()
         _at_least_one(batch_size=batch_size, max_length=max_length, num_negatives=num_negatives)
@@ -93,6 +96,7 @@ class SequenceDataModule(LightningDataModule):
         self.drop_last = drop_last
         self.query_time = query_time
         self._seed = seed
+        self._features = chosen(self.prepared.features, features, path)
         self._said_too_short = False
 
     @property
@@ -104,6 +108,11 @@ class SequenceDataModule(LightningDataModule):
     def num_users(self) -> int:
         """U, users of the prepared folder."""
         return self.prepared.num_users
+
+    @property
+    def features(self) -> tuple[FeatureTable, ...]:
+        """The chosen features of events and items beside the item id, in their order; batches carry those of events."""
+        return self._features
 
     @property
     def num_training_tokens(self) -> int:
@@ -127,7 +136,7 @@ class SequenceDataModule(LightningDataModule):
             ConfigurationError: an epoch would have no batch, or `overfit_batches` is a share.
         """
         negatives = UniformNegatives(self.num_items, self.num_negatives, self.seed)
-        histories = TrainingHistories(self.prepared, self.protocol, self.max_length, negatives)
+        histories = TrainingHistories(self.prepared, self.protocol, self.max_length, negatives, self._event_features())
         users = histories.users()
         if not len(users):
             raise DataError(
@@ -213,14 +222,20 @@ class SequenceDataModule(LightningDataModule):
     def _evaluation_loader(self, stage: Stage) -> DataLoader[JaggedBatch]:
         _overfit_batches(self.trainer)
         query_time = self.query_time if stage == "predict" else None
+        histories = EvaluationHistories(
+            self.prepared, self.protocol, stage, self.max_length, query_time, self._event_features()
+        )
         # Data of plain row numbers, so that Lightning may inject samplers and track indices as in any DataLoader.
         return DataLoader(
             range(self.num_users),  # type: ignore[arg-type]
             batch_size=self.eval_batch_size,
-            collate_fn=EvaluationHistories(self.prepared, self.protocol, stage, self.max_length, query_time),
+            collate_fn=histories,
             generator=torch.Generator(),  # of its own, so that iterating takes nothing from the global stream
             **self._loader_options(),
         )
+
+    def _event_features(self) -> list[str]:
+        return [table.name for table in self._features if table.side == "event"]
 
     def _loader_options(self) -> dict[str, Any]:
         device = "cpu" if self.trainer is None else self.trainer.strategy.root_device.type

@@ -27,13 +27,22 @@ class TrainingHistories(Dataset[JaggedBatch]):
         protocol: decides which events are training events.
         max_length: most tokens of a history.
         negatives: draws each token's negatives.
+        features: names of the event-side features that batches carry.
     """
 
-    def __init__(self, data: PreparedData, protocol: Protocol, max_length: int, negatives: NegativeSampler) -> None:
+    def __init__(
+        self,
+        data: PreparedData,
+        protocol: Protocol,
+        max_length: int,
+        negatives: NegativeSampler,
+        features: Sequence[str] = (),
+    ) -> None:
         self.data = data
         self.held_out = HELD_OUT[protocol]["validation"]
         self.max_length = max_length
         self.negatives = negatives
+        self.features = tuple(features)
 
     def users(self) -> Int64Array:
         """int64 [N], ascending rows of the users who have two training events or more: one makes no token."""
@@ -59,6 +68,7 @@ class TrainingHistories(Dataset[JaggedBatch]):
             user_ids=torch.tensor(users),
             max_length=self.max_length,
             negatives=self.negatives.draw(users, lengths, key.epoch),
+            features=_features(self.data, self.features, events),
         )
 
 
@@ -76,15 +86,23 @@ class EvaluationHistories:
         stage: "validation", "test" or "predict".
         max_length: most tokens of a history.
         query_time: in `predict`, when the recommendation is asked for, in the data's unit; None is each user's last event.
+        features: names of the event-side features that batches carry.
     """
 
     def __init__(
-        self, data: PreparedData, protocol: Protocol, stage: Stage, max_length: int, query_time: int | None = None
+        self,
+        data: PreparedData,
+        protocol: Protocol,
+        stage: Stage,
+        max_length: int,
+        query_time: int | None = None,
+        features: Sequence[str] = (),
     ) -> None:
         self.data = data
         self.held_out = HELD_OUT[protocol][stage]
         self.max_length = max_length
         self.query_time = query_time
+        self.features = tuple(features)
         self.sees_all = protocol == "three_way" or stage == "predict"
 
     def __call__(self, samples: Sequence[int]) -> JaggedBatch:
@@ -116,6 +134,7 @@ class EvaluationHistories:
             max_length=self.max_length,
             seen=seen,
             seen_offsets=seen_offsets,
+            features=_features(self.data, self.features, events),
         )
 
 
@@ -135,6 +154,11 @@ def _offsets(lengths: Int64Array) -> Tensor:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return torch.from_numpy(offsets)
+
+
+def _features(data: PreparedData, names: Sequence[str], events: Int64Array) -> dict[str, Tensor]:
+    """Rows of the tokens' own events, never of their targets: at inference that event has not happened yet."""
+    return {name: _gather(data.event_features[name], events) for name in names}
 
 
 def _gather(array: np.ndarray, events: Int64Array) -> Tensor:

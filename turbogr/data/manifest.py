@@ -3,15 +3,19 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from turbogr.data.features import SIDES
 from turbogr.errors import DataError
 
-FORMAT = 1
+FORMAT, FORMAT_WITH_FEATURES = 1, 2
+"""The format of a folder. One without features is still written as format 1, which every version of turbogr reads; one with
+features is format 2, so that an older version refuses it instead of leaving the features out in silence."""
 MANIFEST = "manifest.json"
 PROTOCOLS = ("three_way", "published")
 TIME_UNITS = ("s", "ms", "none")
@@ -34,6 +38,7 @@ _REQUIRED: dict[str, type | tuple[type, ...]] = {
     "maps": dict,
     "content_hash": str,
 }
+_FEATURE_REQUIRED: dict[str, type] = {"name": str, "side": str, "rows": int, "file": str, "map": str}
 _HASH_CHUNK = 1 << 22
 
 
@@ -90,6 +95,15 @@ class ContentHash:
                 self._digest.update(len(text).to_bytes(8, "little"))
                 self._digest.update(text)
 
+    def add_feature(self, name: str, side: str, rows: np.ndarray, values: pa.Array) -> None:
+        """Add a feature: its row of every event or item, and the value of every row (null in row 0)."""
+        self.add_array(f"{side} feature {name}", rows)
+        known = values.slice(1)
+        if pa.types.is_floating(known.type):
+            self.add_array(f"values of {name}", known.to_numpy())
+        else:
+            self.add_ids(f"values of {name}", known)
+
     def hexdigest(self) -> str:
         """The hash, as ``sha256:`` and 64 hexadecimal digits."""
         return "sha256:" + self._digest.hexdigest()
@@ -107,12 +121,12 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         folder: the prepared folder.
-        manifest: every key of the format except ``format``, which is added.
+        manifest: every key of the format except ``format``, which is added; ``features`` may be left out.
 
     Returns:
         The manifest with ``format``.
     """
-    manifest = {"format": FORMAT, **manifest}
+    manifest = {"format": FORMAT_WITH_FEATURES if manifest.get("features") else FORMAT, **manifest}
     temporary = folder / (MANIFEST + ".part")
     temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, folder / MANIFEST)
@@ -146,12 +160,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise DataError(f"{path}: line {error.lineno}, column {error.colno}: not JSON ({error.msg}); {make} again") from error
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise DataError(f"{path}: format is {found!r}, this turbogr reads format {FORMAT}; {make} again")
-    for key, kind in _REQUIRED.items():
-        if not isinstance(manifest.get(key), kind):
-            state = "absent" if key not in manifest else f"{manifest[key]!r}"
-            raise DataError(f"{path}: key {key!r} is {state}, which is not valid; {make} again")
+    if found not in (FORMAT, FORMAT_WITH_FEATURES):
+        raise DataError(
+            f"{path}: format is {found!r}, this turbogr reads the formats {FORMAT} and {FORMAT_WITH_FEATURES}; {make} again"
+        )
+    manifest.setdefault("features", [])
+    _check_keys(path, manifest, {**_REQUIRED, "features": list}, make)
+    for feature in manifest["features"]:
+        _check_keys(path, feature if isinstance(feature, dict) else {}, _FEATURE_REQUIRED, make)
+        if feature["side"] not in SIDES:
+            raise DataError(f"{path}: side is {feature['side']!r}, which is none of {', '.join(SIDES)}; {make} again")
     if manifest["protocol"] not in PROTOCOLS:
         raise DataError(f"{path}: protocol is {manifest['protocol']!r}, which is none of {', '.join(PROTOCOLS)}; {make} again")
     if manifest["time_unit"] not in TIME_UNITS:
@@ -159,3 +177,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path}: time_unit is {manifest['time_unit']!r}, which is none of {', '.join(TIME_UNITS)}; {make} again"
         )
     return manifest
+
+
+def _check_keys(path: Path, found: dict[str, Any], required: Mapping[str, type | tuple[type, ...]], make: str) -> None:
+    for key, kind in required.items():
+        if not isinstance(found.get(key), kind):
+            state = "absent" if key not in found else f"{found[key]!r}"
+            raise DataError(f"{path}: key {key!r} is {state}, which is not valid; {make} again")

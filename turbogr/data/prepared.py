@@ -1,6 +1,6 @@
 """A prepared folder, opened: memory-mapped arrays, original ids, and how often each item may be trained on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from turbogr.data.features import FeatureTable, chosen, rows_of
 from turbogr.data.manifest import MIN_EVENTS, PROTOCOLS, read_manifest
 from turbogr.errors import ConfigurationError, DataError
 
@@ -40,6 +41,8 @@ class PreparedData:
         items: int32 [E], memory-mapped: the item row of every event, users one after the other.
         times: int64 [E], memory-mapped: the time of every event in ``time_unit`` ("none": position within the user).
         offsets: int64 [U + 1], memory-mapped: user u's events are ``items[offsets[u]:offsets[u + 1]]``, three or more.
+        features: the features beside the item, in the order in which they were asked for; ``item_rows`` is memory-mapped.
+        event_features: by name, int32 [E], memory-mapped: the row of every event in the table of an event-side feature.
     """
 
     path: Path
@@ -52,6 +55,8 @@ class PreparedData:
     items: np.ndarray
     times: np.ndarray
     offsets: np.ndarray
+    features: tuple[FeatureTable, ...]
+    event_features: dict[str, np.ndarray]
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -86,10 +91,8 @@ class PreparedData:
             )
         data._ids = {}
         for map_name, rows in (("users", data.num_users), ("items", data.num_items)):
-            file = data.path / data.manifest["maps"].get(map_name, "")
-            found = _read_parquet(file, lambda file: pq.read_metadata(file).num_rows)
-            if found != rows:
-                raise DataError(f"{file}: holds {found} rows, the manifest says {rows}; {_AGAIN}")
+            data._check_map(data.path / data.manifest["maps"].get(map_name, ""), rows)
+        data._open_features()
         return data
 
     def item_ids(self, rows: np.ndarray) -> pa.Array:
@@ -120,6 +123,42 @@ class PreparedData:
         """
         return self._original("users", rows, self.num_users)
 
+    def feature_values(self, name: str) -> pa.Array:
+        """Read what the rows of a feature mean.
+
+        Args:
+            name: of the feature.
+
+        Returns:
+            int64, float64 or string, one original value a row, ascending; null at ``MISSING_ROW``.
+
+        Raises:
+            ConfigurationError: there is no such feature.
+            DataError: the map cannot be read.
+        """
+        chosen(self.features, [name], self.path)
+        if name not in self._feature_values:
+            file = self.path / next(each["map"] for each in self.manifest["features"] if each["name"] == name)
+            column = _read_parquet(file, lambda file: pq.read_table(file, columns=["value"])["value"])
+            self._feature_values[name] = column.combine_chunks()
+        return self._feature_values[name]
+
+    def feature_rows(self, name: str, values: Iterable[Any]) -> np.ndarray:
+        """Translate raw values, such as those of new events at inference, to rows of a feature.
+
+        Args:
+            name: of the feature.
+            values: raw values; None is a missing one.
+
+        Returns:
+            int64, one row a value: ``MISSING_ROW`` where the value is missing or does not occur in this folder.
+
+        Raises:
+            ConfigurationError: there is no such feature, or a value is not of its type.
+            DataError: the map cannot be read.
+        """
+        return rows_of(values, self.feature_values(name))
+
     def training_counts(self, protocol: str | None = None) -> np.ndarray:
         """Count how often each item occurs in training events.
 
@@ -148,6 +187,23 @@ class PreparedData:
         return type(self).open, (self.path,)
 
     _ids: dict[str, pa.Array]
+    _feature_values: dict[str, pa.Array]
+
+    def _open_features(self) -> None:
+        self._feature_values, self.event_features, tables = {}, {}, []
+        for feature in self.manifest["features"]:
+            name, side, rows = feature["name"], feature["side"], feature["rows"]
+            array = _map(self.path / feature["file"], np.int32, self.num_events if side == "event" else self.num_items)
+            self._check_map(self.path / feature["map"], rows)
+            if side == "event":
+                self.event_features[name] = array
+            tables.append(FeatureTable(name, side, rows, array if side == "item" else None))
+        self.features = tuple(tables)
+
+    def _check_map(self, file: Path, rows: int) -> None:
+        found = _read_parquet(file, lambda file: pq.read_metadata(file).num_rows)
+        if found != rows:
+            raise DataError(f"{file}: holds {found} rows, the manifest says {rows}; {_AGAIN}")
 
     def _original(self, which: str, rows: np.ndarray, count: int) -> pa.Array:
         rows = np.asarray(rows).reshape(-1)
