@@ -1,0 +1,304 @@
+"""HSTU, FuXi and SASRec on four public data sets through the command line, and the tables of docs/results.md.
+
+Each run is `turbogr fit` until validation has stopped improving and `turbogr test` of the best epoch. Every finished run is a
+row in a file of JSON lines; runs that stand there are not repeated, so a stopped matrix is taken up again by the same command,
+and a finished one only prints its tables. `--results FILE` measures anew into another file, `--page` writes the sections of
+docs/results.md.
+
+MovieLens-100K comes from the package registry; the other data sets are looked for in `--data`, and left out where they are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from _report import Report, parse_arguments
+from _results import PAGE, RESULTS, SHARED_DATA, add_row, markdown_table, read_rows, write_section
+
+import turbogr
+
+MODELS = {"hstu": "HSTU", "fuxi": "FuXi", "sasrec": "SASRec"}
+SEEDS = (1, 2)
+METRICS = ("HR@10", "HR@50", "HR@200", "NDCG@10", "NDCG@50", "NDCG@200")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """A data set and how the three models are trained on it.
+
+    Attributes:
+        title: what it is called.
+        raw: its file in the folder of real data, None where it is fetched.
+        source: the source of `turbogr data prepare`.
+        options: of `turbogr fit` for all models, beyond the recipe's.
+        of_model: and for one of them: what their times need.
+        epochs: at most.
+        patience: epochs without a better NDCG@10 on validation after which a run ends.
+    """
+
+    title: str
+    raw: str | None
+    source: str
+    options: tuple[str, ...] = ()
+    of_model: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    epochs: int = 100
+    patience: int = 15
+
+
+YARDSTICKS = {
+    "movielens-100k": Yardstick("MovieLens-100K", None, "movielens"),
+    "ml-latest-small": Yardstick("MovieLens latest-small", "ml-latest-small/ratings.csv", "movielens"),
+    "kuairand-27k-sample": Yardstick(
+        "KuaiRand-27K, sample",
+        "kuairand-27k-sample/log_standard_4_08_to_4_21_27k.csv",
+        "kuairand",
+        ("--model.backbone.dropout", "0.5"),
+        {
+            "hstu": ("--model.backbone.time.unit", "1000"),
+            "fuxi": ("--model.backbone.time_encoder.unit", "86400000"),
+        },
+    ),
+    "amazon-beauty": Yardstick(
+        "Amazon Beauty",
+        "amazon/Beauty.txt",
+        "sequences",
+        ("--model.backbone.dropout", "0.5", "--data.max_length", "50", "--data.batch_size", "128"),
+        {"hstu": ("--model.backbone.time", "null"), "fuxi": ("--model.backbone.time_encoder.unit", "1")},
+        epochs=40,
+        patience=4,
+    ),
+}
+
+
+def data_commands(name: str, raw: str) -> list[list[str]]:
+    """What prepares a data set in `data/`, as arguments of `turbogr`; `raw` is the folder that has its files."""
+    yardstick = YARDSTICKS[name]
+    if yardstick.raw is None:
+        fetched = f"data/raw/{name}"
+        return [
+            ["data", "fetch", name, "--out", fetched],
+            ["data", "prepare", yardstick.source, fetched, "--out", f"data/{name}"],
+        ]
+    file = f"{raw}/{yardstick.raw}" if raw else yardstick.raw
+    return [["data", "prepare", yardstick.source, file, "--out", f"data/{name}"]]
+
+
+def fit_command(name: str, model: str, seed: int) -> list[str]:
+    """What trains a model, as arguments of `turbogr`."""
+    yardstick = YARDSTICKS[name]
+    stop = ("EarlyStopping", "val/NDCG@10", "max", str(yardstick.patience))
+    keys = ("callbacks+", "callbacks.monitor", "callbacks.mode", "callbacks.patience")
+    return [
+        *("fit", "-c", f"movielens-100k/{model}.yaml", "--data.path", f"data/{name}"),
+        *("--trainer.default_root_dir", run_folder(name, model, seed), "--seed_everything", str(seed)),
+        *(*yardstick.options, *yardstick.of_model.get(model, ()), "--trainer.max_epochs", str(yardstick.epochs)),
+        *(f"--trainer.{key}={value}" for key, value in zip(keys, stop, strict=True)),
+    ]
+
+
+def run_folder(name: str, model: str, seed: int) -> str:
+    """Where a run leaves its files."""
+    return f"runs/{name}-{model}-{seed}"
+
+
+def shown(arguments: Sequence[str]) -> str:
+    """As a user types it."""
+    return shlex.join(["turbogr", *arguments])
+
+
+def call(arguments: Sequence[str], folder: Path) -> tuple[float, float]:
+    """Runs the command line in a child process; returns seconds of wall time and of CPU time. Its output goes to stderr."""
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(shown(arguments), file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "turbogr", *arguments], check=True, stdout=sys.stderr, cwd=folder)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def prepare(name: str, raw: Path, folder: Path) -> bool:
+    """Prepares a data set in folder/data; False if its files are not there."""
+    file = YARDSTICKS[name].raw
+    if file is not None and not (raw / file).is_file():
+        print(f"{YARDSTICKS[name].title} is left out: no {raw / file}", file=sys.stderr)
+        return False
+    if not (folder / "data" / name / "manifest.json").is_file():
+        for command in data_commands(name, str(raw)):
+            call(command, folder)
+    return True
+
+
+def run(name: str, model: str, seed: int, folder: Path) -> Row:
+    """Trains and tests a model; returns the row."""
+    command, run_path = fit_command(name, model, seed), folder / run_folder(name, model, seed)
+    seconds, cpu_seconds = call([*command, "--overwrite"], folder)
+    call(["test", "-c", f"{run_folder(name, model, seed)}/config.yaml"], folder)
+    tested = json.loads((run_path / "test.json").read_text())
+    with open(run_path / "metrics.csv", newline="") as file:
+        epochs = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+    validations = [row for row in epochs if "val/NDCG@10" in row]
+    best = next(row for row in validations if row["epoch"] == tested["epoch"])
+    return {
+        "data": name,
+        "model": model,
+        "seed": seed,
+        "epochs": len(validations),
+        "best_epoch": tested["epoch"] + 1,
+        "validation": {metric: best[f"val/{metric}"] for metric in METRICS},
+        **{who: {metric: tested["metrics"][key][metric] for metric in METRICS} for who, key in TESTED.items()},
+        "fit_seconds": round(seconds, 1),
+        "fit_cpu_seconds": round(cpu_seconds, 1),
+        "command": shown(command),
+        "turbogr": turbogr.__version__,
+    }
+
+
+TESTED = {"test": "model", "popularity": "popularity", "random": "random"}
+"""Key of a row -> key of the metrics in test.json."""
+
+
+def wanted(names: Sequence[str], models: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
+    """The matrix, in the order in which it is run: every model once, before the next seed."""
+    return ((name, model, seed) for name in names for seed in seeds for model in models)
+
+
+def of(rows: Sequence[Row], name: str, model: str) -> list[Row]:
+    """The rows of a model on a data set, by seed."""
+    return sorted((row for row in rows if (row["data"], row["model"]) == (name, model)), key=lambda row: row["seed"])
+
+
+def mean(rows: Sequence[Row], metric: str) -> float:
+    """Of a test metric over seeds."""
+    return statistics.fmean(row["test"][metric] for row in rows)
+
+
+def seed_noise(rows: Sequence[Row], name: str, metric: str) -> float:
+    """Standard error of the difference between two models' means, from the spread of seeds pooled over the models.
+
+    nan where no model has two seeds.
+    """
+    values = [[row["test"][metric] for row in of(rows, name, model)] for model in MODELS]
+    squares = sum(sum((x - statistics.fmean(group)) ** 2 for x in group) for group in values if group)
+    freedom = sum(len(group) - 1 for group in values if group)
+    if not freedom:
+        return math.nan
+    return math.sqrt(squares / freedom * 2 / min(len(group) for group in values if group))
+
+
+def data_table(rows: Sequence[Row], name: str) -> str:
+    """Test metrics of the models and of popularity on one data set, as Markdown: mean and half the range over seeds."""
+    header = ["test", *METRICS, "best epoch", "epochs", "CPU s"]
+    lines = []
+    for model, title in MODELS.items():
+        runs = of(rows, name, model)
+        if not runs:
+            continue
+        cells = [spread([row["test"][metric] for row in runs]) for metric in METRICS]
+        counts = [", ".join(f"{row[key]:.0f}" for row in runs) for key in ("best_epoch", "epochs", "fit_cpu_seconds")]
+        lines.append([title, *cells, *counts])
+    for who in ("popularity", "random"):
+        first = next(row for row in rows if row["data"] == name)
+        lines.append([who, *(decimal(first[who][metric]) for metric in METRICS), "", "", ""])
+    return markdown_table(header, lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """`.1234 ± .0012`: the mean, and half the distance from the least to the most."""
+    text = decimal(statistics.fmean(values))
+    return f"{text} ± {decimal((max(values) - min(values)) / 2)}" if len(values) > 1 else text
+
+
+def decimal(value: float) -> str:
+    """Four places, without the zero before the point."""
+    return f"{value:.4f}".removeprefix("0")
+
+
+def results_section(rows: Sequence[Row]) -> str:
+    """Every data set's table and the commands that made it, as Markdown."""
+    parts = []
+    for name, yardstick in YARDSTICKS.items():
+        own = [row for row in rows if row["data"] == name]
+        if not own:
+            continue
+        typed = [shown(command) for command in data_commands(name, "")]
+        typed += [of(own, name, model)[0]["command"] for model in MODELS if of(own, name, model)]
+        commands = "\n".join(line.replace(" --", " \\\n    --") if len(line) > 120 else line for line in typed)
+        parts.append(f"### {yardstick.title}\n\n{data_table(rows, name)}\n\n```console\n{commands}\n```")
+    return "\n\n".join(parts)
+
+
+def report_rows(report: Report, rows: Sequence[Row]) -> None:
+    """One claim a model and data set; on MovieLens, HSTU and FuXi are not below SASRec by more than the seeds' noise."""
+    for name, yardstick in YARDSTICKS.items():
+        for model, title in MODELS.items():
+            runs = of(rows, name, model)
+            if not runs:
+                continue
+            sasrec = of(rows, name, "sasrec")
+            baseline = mean(sasrec, "NDCG@10") if sasrec and model != "sasrec" else runs[0]["popularity"]["NDCG@10"]
+            noise = seed_noise(rows, name, "NDCG@10")
+            promised = name in ("movielens-100k", "ml-latest-small") and model != "sasrec" and not math.isnan(noise)
+            report.add(
+                f"{yardstick.title}, {title}: test NDCG@10, mean of {len(runs)} seeds",
+                mean(runs, "NDCG@10"),
+                "",
+                baseline=baseline,
+                at_least=baseline - 2 * noise if promised else None,
+            )
+    report.note(
+        "baseline: SASRec; of SASRec popularity. The promise: SASRec less twice the standard error of the difference by seeds"
+    )
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS / "yardsticks.jsonl", help="rows of finished runs, JSON lines")
+    parser.add_argument("--folder", type=Path, help="where data/ and runs/ are kept; a temporary folder if not given")
+    parser.add_argument("--data", type=Path, default=SHARED_DATA, help="folder of the raw data sets")
+    parser.add_argument("--only", nargs="+", choices=YARDSTICKS, default=list(YARDSTICKS), help="these data sets alone")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/results.md")
+    arguments = parse_arguments(parser)
+    report = Report("yardsticks", arguments.quick)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (arguments.folder or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        results, runs = arguments.results, list(wanted(arguments.only, list(MODELS), SEEDS))
+        if arguments.quick:
+            results = Path(scratch) / "quick.jsonl"
+            sample = "kuairand-27k-sample"
+            name = sample if (arguments.data / str(YARDSTICKS[sample].raw)).is_file() else "movielens-100k"
+            YARDSTICKS[name] = replace(YARDSTICKS[name], epochs=3)
+            runs = list(wanted([name], list(MODELS), SEEDS[:1]))
+        done = {(row["data"], row["model"], row["seed"]) for row in read_rows(results)}
+        missing = [key for key in runs if key not in done]
+        report.note(f"{len(runs) - len(missing)} of {len(runs)} runs stood in the results file already")
+        there = {name: prepare(name, arguments.data, folder) for name in dict.fromkeys(name for name, _, _ in missing)}
+        for number, (name, model, seed) in enumerate(missing, 1):
+            if there[name]:
+                print(f"run {number} of {len(missing)}", file=sys.stderr)
+                add_row(results, run(name, model, seed, folder))
+        rows = [row for row in read_rows(results) if row["data"] in {name for name, _, _ in runs}]
+    report_rows(report, rows)
+    if arguments.page:
+        write_section(PAGE, "yardsticks", results_section(read_rows(arguments.results)))
+    return report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

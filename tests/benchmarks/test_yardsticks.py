@@ -1,0 +1,176 @@
+"""What benchmarks/yardsticks.py and scaling_law.py make of finished runs; the runs themselves are not repeated here."""
+
+from __future__ import annotations
+
+import math
+import shlex
+
+import numpy as np
+import pytest
+import yaml
+from _report import Report
+from _results import add_row, markdown_table, read_rows, with_section
+from scaling_law import draw, fit_law, law_of, section
+from yardsticks import (
+    METRICS,
+    MODELS,
+    YARDSTICKS,
+    data_commands,
+    data_table,
+    fit_command,
+    report_rows,
+    seed_noise,
+    shown,
+    spread,
+    wanted,
+)
+
+from turbogr.cli import main
+
+
+def row(model: str, seed: int, value: float, data: str = "movielens-100k") -> dict:
+    """A finished run whose test metrics all are `value`."""
+    return {
+        "data": data,
+        "model": model,
+        "seed": seed,
+        "epochs": 30 + seed,
+        "best_epoch": 20 + seed,
+        "validation": dict.fromkeys(METRICS, value),
+        "test": dict.fromkeys(METRICS, value),
+        "popularity": dict.fromkeys(METRICS, 0.05),
+        "random": dict.fromkeys(METRICS, 0.005),
+        "fit_seconds": 100.0,
+        "fit_cpu_seconds": 90.4,
+        "command": shown(fit_command(data, model, seed)),
+    }
+
+
+ROWS = [row("hstu", 2, 0.20), row("hstu", 1, 0.18), row("fuxi", 1, 0.16), row("sasrec", 1, 0.17), row("sasrec", 2, 0.17)]
+
+
+def test_the_table_has_means_and_half_the_range_over_seeds():
+    lines = data_table(ROWS, "movielens-100k").splitlines()
+    assert lines[0] == f"| test | {' | '.join(METRICS)} | best epoch | epochs | CPU s |"
+    assert len({line.count("|") for line in lines}) == 1
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in lines[2:]}
+    assert list(cells) == ["HSTU", "FuXi", "SASRec", "popularity", "random"]
+    assert cells["HSTU"][: len(METRICS)] == [".1900 ± .0100"] * len(METRICS)
+    assert cells["HSTU"][len(METRICS) :] == ["21, 22", "31, 32", "90, 90 |"], "in the order of the seeds"
+    assert cells["FuXi"][0] == ".1600", "one seed has no spread"
+    assert cells["popularity"][0] == ".0500"
+
+
+def test_numbers_as_they_are_written():
+    assert spread([0.1234]) == ".1234"
+    assert spread([1.0, 1.0]) == "1.0000 ± .0000"
+    assert markdown_table(["a", "b"], [["x", "1"]]) == "| a | b |\n| --- | ---: |\n| x | 1 |"
+
+
+def test_seed_noise_is_the_standard_error_of_a_difference():
+    # pooled variance (0.02^2 / 2 + 0) / 2 degrees of freedom
+    rows = [each for each in ROWS if each["model"] != "fuxi"]
+    assert seed_noise(rows, "movielens-100k", "HR@10") == pytest.approx(math.sqrt(0.0002 / 2 * 2 / 2))
+    assert math.isnan(seed_noise([row("hstu", 1, 0.2)], "movielens-100k", "HR@10"))
+
+
+@pytest.mark.parametrize(("hstu", "holds"), [(0.2, True), (0.166, True), (0.15, False)])
+def test_the_promise_is_sasrec_less_the_noise(hstu, holds):
+    runs = [row("hstu", 1, hstu + 0.002), row("hstu", 2, hstu - 0.002), row("sasrec", 1, 0.172), row("sasrec", 2, 0.168)]
+    report = Report("yardsticks")
+    report_rows(report, runs)
+    assert [each.holds for each in report.rows] == [holds, None]
+    assert report.rows[0].baseline == pytest.approx(0.17)
+    assert report.rows[1].baseline == 0.05
+    elsewhere = Report("yardsticks")
+    report_rows(elsewhere, [{**each, "data": "amazon-beauty"} for each in runs])
+    assert [each.holds for each in elsewhere.rows] == [None, None]
+
+
+def test_the_matrix_runs_every_model_before_the_next_seed():
+    assert list(wanted(["a"], ["x", "y"], [1, 2])) == [("a", "x", 1), ("a", "y", 1), ("a", "x", 2), ("a", "y", 2)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", YARDSTICKS)
+def test_commands_are_understood(name, model, capsys):
+    """The parser takes every option; nothing is built."""
+    command = shlex.split(shown(fit_command(name, model, 2)))
+    assert command[:2] == ["turbogr", "fit"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*command[1:], "--print_config"])
+    assert not stopped.value.code
+    parsed = yaml.safe_load(capsys.readouterr().out)
+    assert parsed["seed_everything"] == 2
+    assert parsed["trainer"]["max_epochs"] == YARDSTICKS[name].epochs
+    [stopping] = parsed["trainer"]["callbacks"]
+    assert stopping["init_args"]["patience"] == YARDSTICKS[name].patience
+    assert (stopping["init_args"]["monitor"], stopping["init_args"]["mode"]) == (parsed["checkpoint"]["monitor"], "max")
+    options = parsed["model"]["backbone"]["init_args"]
+    assert (options["dim"], options["num_blocks"]) == (50, 2)
+    unit = {
+        "hstu": lambda: options["time"] and options["time"]["unit"],
+        "fuxi": lambda: options["time_encoder"]["init_args"]["unit"],
+    }
+    times = {"movielens-100k": (1, 86400), "ml-latest-small": (1, 86400), "kuairand-27k-sample": (1000, 86_400_000)}
+    if model in unit:
+        assert unit[model]() == times.get(name, (None, 1))[model == "fuxi"]
+
+
+def test_data_are_prepared_where_the_runs_look_for_them():
+    for name in YARDSTICKS:
+        assert data_commands(name, "elsewhere")[-1][-2:] == ["--out", f"data/{name}"]
+        command = fit_command(name, "hstu", 1)
+        assert command[command.index("--data.path") + 1] == f"data/{name}"
+
+
+def test_rows_are_kept(tmp_path):
+    path = tmp_path / "results" / "rows.jsonl"
+    assert read_rows(path) == []
+    for each in ROWS[:2]:
+        add_row(path, each)
+    assert read_rows(path) == ROWS[:2]
+    assert [file.name for file in path.parent.iterdir()] == ["rows.jsonl"]
+    with pytest.raises(ValueError, match="JSON"):
+        add_row(path, {"test": math.nan})
+    assert read_rows(path) == ROWS[:2]
+
+
+def test_a_section_of_a_page_is_replaced():
+    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
+    new = with_section(page, "x", "new\n")
+    assert new == "a\n<!-- x -->\nnew\n<!-- end of x -->\nb\n"
+    assert with_section(new, "x", "new") == new
+    for damaged in ("nothing", page + page):
+        with pytest.raises(ValueError, match="x -->"):
+            with_section(damaged, "x", "new")
+
+
+def test_the_law_is_found_again():
+    compute = [1e9, 4e9, 1.6e10, 2.56e11]
+    law = fit_law(compute, [0.1 + 0.02 * step for step in (0, 1, 2, 4)])
+    assert (law.compute, law.quality, law.gain, law.r_squared) == pytest.approx((1e9, 0.1, 0.02, 1.0))
+    assert law(6.4e10) == pytest.approx(0.16)
+    noisy = fit_law(compute, [0.1, 0.13, 0.13, 0.18])
+    assert noisy.gain == pytest.approx(np.polyfit([0, 1, 2, 4], [0.1, 0.13, 0.13, 0.18], 1)[0])
+    assert 0.9 < noisy.r_squared < 1
+    with pytest.raises(ValueError, match="two different"):
+        fit_law([1e9, 1e9], [0.1, 0.2])
+    with pytest.raises(ValueError, match="positive"):
+        fit_law([0.0, 1e9], [0.1, 0.2])
+
+
+def scaled(size: str, seed: int, compute: float, loss: float) -> dict:
+    return {"size": size, "seed": seed, "dense": 1000, "compute": compute, "test": loss, "popularity": 8.0, "epoch": 7}
+
+
+def test_the_law_is_written_and_drawn(tmp_path, capsys):
+    rows = [scaled("small", 1, 1e9, 6.0), scaled("small", 2, 1e9, 6.4), scaled("large", 1, 4e9, 5.2)]
+    law = law_of(rows)
+    assert (law.quality, law.gain) == pytest.approx((0.225, 0.125))
+    text = section(rows)
+    assert "| small | 1,000 | 1e+09 | 6.0000 / 6.4000 | 0.2500 / 0.2000 | 0.2250 | 7 / 7 |" in text
+    assert "Q(C) ≈ 0.2250 + 0.1250 · log4(C / 1e+09)" in text
+    draw(rows, law, tmp_path / "law.png")
+    assert (tmp_path / "law.png").read_bytes().startswith(b"\x89PNG")
+    assert "law.png" in capsys.readouterr().out
