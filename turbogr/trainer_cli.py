@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-# Imported so that their short names ("SASRec") are accepted where a class path is.
+# Imported so that their short names ("SASRec", "FuXi") are accepted where a class path is.
+import turbogr.models.fuxi
 import turbogr.models.sasrec  # noqa: F401
 from turbogr.callbacks.predictions import PredictionWriter
 from turbogr.callbacks.progress import EpochBar, EpochLines
