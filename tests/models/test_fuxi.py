@@ -280,6 +280,13 @@ def test_every_parameter_learns_on_real_data(shared_data, source, encoder):
     assert all(math.isfinite(gradient.abs().max()) for gradient in gradients.values())
     if encoder == "functional":
         assert all(gradients[f"backbone.time_encoder.{x}"].item() != 0 for x in ("amplitude", "raw_decay", "raw_exponent"))
+        amplitude, decay, exponent = (x.detach().double() for x in chosen.function())
+        pairs = [
+            (batch.target_times[a:b, None] - batch.timestamps[None, a:b])[torch.ones(b - a, b - a, dtype=torch.bool).tril()]
+            for a, b in pairwise(batch.offsets.tolist())
+        ]
+        weights = amplitude * decay ** ((torch.cat(pairs).abs() / day) ** exponent)
+        assert (weights.abs() > 1e-3).double().mean() > 0.2, "alive after training, too"
 
 
 def test_dropout_is_where_the_paper_puts_it():
