@@ -174,6 +174,56 @@ def test_bytes_are_those_of_a_real_step(name, rematerialise, precision, data):
         assert 0.5 * most < step.most_bytes < 1.02 * most
 
 
+FEATURED = {"author": ("item", 30), "tab": ("event", 7), "is_like": ("event", 3)}
+
+
+@pytest.fixture(scope="module")
+def featured(tmp_path_factory):
+    path = write_prepared(tmp_path_factory.mktemp("featured"), 64, 500, 4, 40, features=FEATURED)
+    return SequenceDataModule(path, batch_size=9, max_length=24, num_negatives=R, num_workers=0, seed=3)
+
+
+@pytest.mark.parametrize("combine", ["sum", "concat"])
+def test_features_are_counted(combine, featured):
+    options = {"features": featured.features, "combine": combine}
+    found = plan(on_meta(BACKBONES["hstu"], **options), featured)
+    assert not found.notes
+    assert found.model.tables == {"items": 500, "author": 30, "tab": 7, "is_like": 3}
+    assert (found.model.table_rows, found.model.table_bytes) == (540, 540 * D * 4)
+    assert found.model.item_rows_bytes == 500 * 8
+    events = featured.prepared.num_events
+    plain = replace_features(featured, [])
+    assert found.data.mapped_bytes - plan(on_meta(BACKBONES["hstu"]), plain).data.mapped_bytes == 4 * (500 + 2 * events)
+
+    step = found.steps["p99"]
+    model = GenerativeRetriever(500, BACKBONES["hstu"](), **options)
+    model.log = lambda *_, **__: None
+    batch = next(b for b in featured.train_dataloader() if causal_pairs(b.offsets) == step.pairs)
+    assert step.distinct_rows == len(model.embeddings.request(model.sparse_features(batch)).ids)
+    # ids, times, their targets, users, offsets, negatives, and two features of each event
+    assert step.batch_bytes == 8 * (batch.num_tokens * (4 + R + 2) + 2 * batch.num_users + 1)
+
+    def forget():
+        model.zero_grad()
+        model.embeddings.discard_gradients()
+        gc.collect()
+
+    model.training_step(batch, 0).backward()
+    forget()
+    assert sum(step.kept.values()) == retained(lambda: model.training_step(batch, 0))
+    forget()
+    assert step.most_bytes == pytest.approx(allocations(lambda: model.training_step(batch, 0).backward())[1], rel=0.02)
+    items = len(torch.cat([batch.values, batch.targets, batch.negatives.flatten()]).unique())
+    projected = items * 2 * D * D + batch.num_tokens * 3 * D * D if combine == "concat" else 0
+    assert step.forward["products"] == 2 * (BLOCKS * step.tokens * dense_of("hstu") + projected)
+
+
+def replace_features(data, features):
+    return SequenceDataModule(
+        data.prepared.path, batch_size=9, max_length=24, num_negatives=R, num_workers=0, seed=3, features=features
+    )
+
+
 def test_rematerialised_blocks_keep_less(data):
     all_kept = plan(on_meta(BACKBONES["fuxi"]), data).steps["p99"].kept
     kept = plan(on_meta(lambda: BACKBONES["fuxi"](rematerialise=True)), data).steps["p99"].kept

@@ -89,7 +89,7 @@ class DryRun(TorchDispatchMode):
         """Replaces the parameters and buffers of a model that was built on the device `meta` by fake ones on the CPU.
 
         The model is built there and not with fake tensors at once because PyTorch's initialisers know `meta`. Floating-point
-        tensors that are no parameter or buffer stay where they are.
+        tensors that are no parameter or buffer stay where they are, and so do buffers of integers that have values.
         """
         memo: dict[int, Tensor] = {}  # a shared parameter stays shared
 
@@ -103,7 +103,10 @@ class DryRun(TorchDispatchMode):
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 # Typed as one or the other; both are tensors by name.
-                tensors.update({name: fake(x) for name, x in tensors.items() if x is not None})  # type: ignore[misc]
+                without_values = {
+                    name: fake(x) for name, x in tensors.items() if x is not None and (x.is_meta or x.is_floating_point())
+                }
+                tensors.update(without_values)  # type: ignore[arg-type]
 
 
 def _as_integers(indices: list[Tensor | None]) -> list[Tensor | None]:

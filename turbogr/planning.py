@@ -94,11 +94,13 @@ class ModelCost:
         dense_bytes: bytes of these parameters, and once more of their gradients.
         optimizer: class of the dense optimizer; empty where it could not be tried.
         optimizer_bytes: its state after a step.
-        table_rows: rows of the item table, its sparse parameters.
+        tables: rows of each table, the items' first.
+        table_rows: of all tables: the sparse parameters.
         table_width: width of a row.
-        table_bytes: bytes of the table.
-        table_optimizer: class of the table's row optimizer.
+        table_bytes: bytes of the tables.
+        table_optimizer: class of the tables' row optimizer.
         table_optimizer_bytes: its state.
+        item_rows_bytes: which row each item has in the tables of its features.
     """
 
     backbone: str
@@ -106,16 +108,19 @@ class ModelCost:
     dense_bytes: int
     optimizer: str
     optimizer_bytes: int
+    tables: dict[str, int]
     table_rows: int
     table_width: int
     table_bytes: int
     table_optimizer: str
     table_optimizer_bytes: int
+    item_rows_bytes: int
 
     @property
     def resident_bytes(self) -> int:
         """All of it, without gradients."""
-        return self.dense_bytes + self.optimizer_bytes + self.table_bytes + self.table_optimizer_bytes
+        sparse = self.table_bytes + self.table_optimizer_bytes + self.item_rows_bytes
+        return self.dense_bytes + self.optimizer_bytes + sparse
 
 
 @dataclass(frozen=True)
@@ -221,7 +226,7 @@ def plan(model: GenerativeRetriever, data: SequenceDataModule, precision: str = 
         history=Spread.of(np.concatenate(lengths)),
         batch_tokens=Spread.of(tokens),
         batch_pairs=Spread.of(np.array([(x * (x + 1) // 2).sum() for x in lengths])),
-        mapped_bytes=prepared.items.nbytes + prepared.times.nbytes + prepared.offsets.nbytes,
+        mapped_bytes=prepared.items.nbytes + prepared.times.nbytes + prepared.offsets.nbytes + _feature_bytes(data),
         workers=data.num_workers,
     )
     order = np.argsort(tokens, kind="stable")
@@ -247,6 +252,13 @@ def plan(model: GenerativeRetriever, data: SequenceDataModule, precision: str = 
     return Plan(cost, _model_cost(model, optimizer), steps, precision, notes)
 
 
+def _feature_bytes(data: SequenceDataModule) -> int:
+    """Of the arrays of the features in use."""
+    of_events = data.prepared.event_features
+    arrays = [of_events[f.name] if f.item_rows is None else f.item_rows for f in data.features]
+    return sum(array.nbytes for array in arrays)
+
+
 def _step(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision: str) -> StepCost:
     assert batch.negatives is not None
     kept, most = _step_bytes(model, batch, dry, precision)
@@ -269,7 +281,7 @@ def _step(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision
         forward=forward,
         backward=backward,
         padded=of_padded + round(others * padded_tokens / batch.num_tokens),
-        batch_bytes=sum(x.nbytes for x in vars(batch).values() if isinstance(x, Tensor)),
+        batch_bytes=sum(x.nbytes for x in (*vars(batch).values(), *batch.features.values()) if isinstance(x, Tensor)),
         negative_bytes=2 * batch.negatives.nbytes,
         kept=kept,
         row_gradient_bytes=rows * weight.shape[1] * weight.element_size(),
@@ -328,7 +340,14 @@ def _padded(batch: JaggedBatch) -> JaggedBatch:
     nothing = torch.zeros(batch.num_users * length, dtype=torch.int64)
     offsets = torch.arange(batch.num_users + 1) * length
     return replace(
-        batch, values=nothing, timestamps=nothing, targets=nothing, target_times=nothing, offsets=offsets, negatives=None
+        batch,
+        values=nothing,
+        timestamps=nothing,
+        targets=nothing,
+        target_times=nothing,
+        offsets=offsets,
+        negatives=None,
+        features={},
     )
 
 
@@ -364,9 +383,11 @@ def _model_cost(model: GenerativeRetriever, optimizer: torch.optim.Optimizer | N
         dense_bytes=sum(x.nbytes for x in dense.values()),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         optimizer_bytes=sum(x.nbytes for x in state if isinstance(x, Tensor)),
+        tables=dict(model.tokens.tables),
         table_rows=table.weight.shape[0],
         table_width=table.weight.shape[1],
         table_bytes=table.weight.nbytes,
         table_optimizer=type(table.optimizer).__name__,
         table_optimizer_bytes=sum(x.nbytes for x in table.optimizer.buffers()),
+        item_rows_bytes=sum(model.tokens.item_rows(name).nbytes for name in model.tokens.names["item"]),
     )

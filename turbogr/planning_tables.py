@@ -14,6 +14,7 @@ from rich.text import Text
 
 from turbogr.errors import ConfigurationError
 from turbogr.planning import Plan, StepCost
+from turbogr.sparse.table import ITEMS
 from turbogr.units import in_bytes
 
 
@@ -59,8 +60,9 @@ def _parameters(plan: Plan) -> Table:
         table.add_row(part, f"{count:,}", "")
     table.add_section()
     table.add_row("dense", f"{sum(model.dense.values()):,}", in_bytes(model.dense_bytes))
-    sparse = f"sparse: item table, {model.table_rows:,} rows x {model.table_width}"
-    table.add_row(sparse, f"{model.table_rows * model.table_width:,}", in_bytes(model.table_bytes))
+    for name, rows in model.tables.items():
+        sparse = f"sparse: {_item_table(name)}, {rows:,} rows x {model.table_width}"
+        table.add_row(sparse, f"{rows * model.table_width:,}", in_bytes(model.table_bytes * rows // model.table_rows))
     return table
 
 
@@ -108,9 +110,11 @@ def _memory(plan: Plan) -> Table:
     always = [
         ("dense parameters", model.dense_bytes),
         (f"state of {model.optimizer}", model.optimizer_bytes),
-        ("item table", model.table_bytes),
+        ("item table" if len(model.tables) == 1 else "tables", model.table_bytes),
         (f"state of {model.table_optimizer}", model.table_optimizer_bytes),
     ]
+    if model.item_rows_bytes:
+        always.append(("rows of items' features", model.item_rows_bytes))
     for name, size in always:
         add(name, [size] * len(steps))
     add("batch", [step.batch_bytes for step in steps])
@@ -126,6 +130,10 @@ def _memory(plan: Plan) -> Table:
     table.add_row("gradients: rows", *(f"{step.distinct_rows:,} rows, {in_bytes(step.row_gradient_bytes)}" for step in steps))
     table.add_row("negatives: ids, places", *(f"{step.negatives:,} a token, {in_bytes(step.negative_bytes)}" for step in steps))
     return table
+
+
+def _item_table(name: str) -> str:
+    return "item table" if name == ITEMS else f"table of {name}"
 
 
 def _a_token(step: StepCost) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,14 +14,18 @@ from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from turbogr.batch import JaggedBatch
+from turbogr.checkpoints import before_load, note_tables, use_checkpoint_files
+from turbogr.data.features import FeatureTable
 from turbogr.errors import ConfigurationError
 from turbogr.losses import RetrievalLoss, SampledSoftmax
 from turbogr.metrics import retrieval_metrics
 from turbogr.models.backbone import Backbone
 from turbogr.models.hstu import HSTU
+from turbogr.models.tokens import NEGATIVES, TARGETS, VALUES, Combine, Tokens
 from turbogr.ops.normalise import normalised
 from turbogr.seeds import global_seed
-from turbogr.sparse.table import EmbeddingTable, Features
+from turbogr.sparse.catalogue import Catalogue
+from turbogr.sparse.table import ITEMS, EmbeddingTable, Features
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Scheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -41,16 +46,19 @@ class GenerativeRetriever(pl.LightningModule):
     Args:
         num_items: V, size of the catalogue.
         backbone: HSTU, SASRec or any other Backbone.
-        embeddings: the item table; allocated here as V rows of the backbone's width.
+        embeddings: the item table; allocated here as V rows of the backbone's width, and a table for each feature.
         loss: SampledSoftmax or any other RetrievalLoss.
         optimizer: makes the optimizer of the dense parameters.
         scheduler: makes a learning-rate scheduler for it, stepped every optimizer step.
         top_k: the K of HR@K and NDCG@K; must not exceed the catalogue.
         predict_k: items that `predict` returns per user.
         seed: seeds dropout of every step; the global seed if None.
+        features: categorical features of events and items (`SequenceDataModule.features`), which become part of tokens and
+            items.
+        combine: how: their embeddings are added (sum), or concatenated and projected (concat); see `turbogr.models.tokens`.
 
     Raises:
-        ConfigurationError: if a K exceeds the catalogue or the catalogue is empty.
+        ConfigurationError: if a K exceeds the catalogue, the catalogue is empty, or features do not fit it.
     """
 
     def __init__(
@@ -64,6 +72,8 @@ class GenerativeRetriever(pl.LightningModule):
         top_k: Sequence[int] = (1, 10, 50, 200),
         predict_k: int = 10,
         seed: int | None = None,
+        features: Sequence[FeatureTable] = (),
+        combine: Combine = "sum",
     ) -> None:
         super().__init__()
         if num_items < 1:
@@ -77,23 +87,40 @@ class GenerativeRetriever(pl.LightningModule):
         self.num_items, self.predict_k, self.seed = num_items, predict_k, seed
         self.backbone: Backbone = HSTU() if backbone is None else backbone
         self.embeddings = EmbeddingTable() if embeddings is None else embeddings
-        self.embeddings.allocate(num_items, self.backbone.dim)
+        self.tokens = Tokens(num_items, self.backbone.dim, features, combine)
+        self.embeddings.allocate(self.tokens.tables, self.backbone.dim)
         self.loss: RetrievalLoss = SampledSoftmax() if loss is None else loss
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self.val_metrics = retrieval_metrics(top_k).clone(prefix="val/")
         self.test_metrics = retrieval_metrics(top_k).clone(prefix="test/")
+        self._catalogue: Catalogue | None = None
 
     # What a strategy asks of the module: two pure functions of a batch.
 
     def sparse_features(self, batch: JaggedBatch) -> Features:
         """Feature name -> int64 ids that this batch looks up; targets and negatives in training only."""
-        if batch.negatives is None:
-            return {"values": batch.values}
-        return {"values": batch.values, "targets": batch.targets, "negatives": batch.negatives}
+        items = {VALUES: batch.values}
+        if batch.negatives is not None:
+            items |= {TARGETS: batch.targets, NEGATIVES: batch.negatives}
+        return {**items, **self.tokens.features(batch)}
 
     def sample_count(self, batch: JaggedBatch) -> int:
         """Terms that the batch's mean loss averages over: its tokens."""
         return batch.num_tokens
+
+    # Checkpoints, under every strategy.
+
+    def setup(self, stage: str) -> None:
+        """Lets checkpoints be files and directories."""
+        use_checkpoint_files(self.trainer.strategy)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Notes the tables' sizes."""
+        note_tables(checkpoint, self.embeddings)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses a checkpoint of another catalogue before anything is loaded."""
+        before_load(checkpoint, self, self.embeddings)
 
     # Training.
 
@@ -102,10 +129,11 @@ class GenerativeRetriever(pl.LightningModule):
         if batch.negatives is None:
             raise ConfigurationError("a training batch carries no negatives: set data.num_negatives")
         lookup = self.embeddings(self.sparse_features(batch))
-        output = normalised(self.backbone(lookup["values"], batch), backend=self.backbone.backend)
-        # Items are normalised once per distinct row, not once per sample: [U, D] instead of [T, R, D].
-        items = normalised(lookup.rows, backend=lookup.backend)
-        loss = self.loss(output, items, lookup.index["targets"], lookup.index["negatives"])
+        # Items are put together and normalised once per distinct row, not once per sample: [U, D] instead of [T, R, D].
+        items, tokens = self.tokens(lookup)
+        output = normalised(self.backbone(tokens, batch), backend=self.backbone.backend)
+        items = normalised(items, backend=lookup.backend)
+        loss = self.loss(output, items, lookup.index[TARGETS], lookup.index[NEGATIVES])
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=self.sample_count(batch))
         return loss
 
@@ -141,8 +169,43 @@ class GenerativeRetriever(pl.LightningModule):
 
     def queries(self, batch: JaggedBatch) -> Tensor:
         """float [B, D], the l2-normalised output of each user's last token."""
-        tokens = self.embeddings({"values": batch.values})["values"]
+        _, tokens = self.tokens(self.embeddings({VALUES: batch.values, **self.tokens.features(batch)}))
         return normalised(self.backbone(tokens, batch)[batch.last], backend=self.backbone.backend)
+
+    def item_vectors(self) -> Tensor:
+        """float [owned items, D], not normalised: what is ranked, of the items whose rows lie in this process.
+
+        Where items have features, all ranks of a group call it together.
+        """
+        vectors = self.tokens.catalogue(self.embeddings)
+        return self.embeddings.weight[: len(self.embeddings.owned[ITEMS])] if vectors is None else vectors
+
+    def _begin_ranking(self) -> None:
+        """Items stand still while they are ranked: their vectors are made once for all batches."""
+        self._catalogue = self.embeddings.catalogue(self.item_vectors())
+
+    def _end_ranking(self) -> None:
+        self._catalogue = None
+
+    def _ranked(self) -> Catalogue:
+        # None where a step is called without a trainer.
+        return self.embeddings.catalogue(self.item_vectors()) if self._catalogue is None else self._catalogue
+
+    def on_validation_epoch_start(self) -> None:
+        """Takes the items' vectors for all batches of validation."""
+        self._begin_ranking()
+
+    def on_test_epoch_start(self) -> None:
+        """Takes the items' vectors for all batches of the test."""
+        self._begin_ranking()
+
+    def on_predict_epoch_start(self) -> None:
+        """Takes the items' vectors for all batches of the prediction."""
+        self._begin_ranking()
+
+    def on_predict_epoch_end(self) -> None:
+        """Drops them."""
+        self._end_ranking()
 
     def validation_step(self, batch: JaggedBatch, batch_idx: int) -> None:
         """Ranks the held-out items of validation."""
@@ -154,8 +217,7 @@ class GenerativeRetriever(pl.LightningModule):
 
     def _evaluate(self, batch: JaggedBatch, metrics: MetricCollection) -> None:
         targets = batch.targets[batch.last]
-        catalogue = self.embeddings.catalogue()
-        metrics.update(catalogue.target_ranks(self.queries(batch), targets, batch.seen, batch.seen_offsets))
+        metrics.update(self._ranked().target_ranks(self.queries(batch), targets, batch.seen, batch.seen_offsets))
 
     def on_validation_epoch_end(self) -> None:
         """Logs val/HR@K, val/NDCG@K and val/MRR over all users."""
@@ -170,9 +232,9 @@ class GenerativeRetriever(pl.LightningModule):
         for name, value in metrics.compute().items():
             self.log(name, value, prog_bar=name in ("val/HR@10", "val/NDCG@10"))
         metrics.reset()
+        self._end_ranking()
 
     def predict_step(self, batch: JaggedBatch, batch_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """Top items of each user: user rows int64 [B], item rows int64 [B, K], scores float [B, K], best first."""
-        catalogue = self.embeddings.catalogue()
-        scores, items = catalogue.top_items(self.queries(batch), self.predict_k, batch.seen, batch.seen_offsets)
+        scores, items = self._ranked().top_items(self.queries(batch), self.predict_k, batch.seen, batch.seen_offsets)
         return batch.user_ids, items, scores
