@@ -17,7 +17,7 @@ class RetrievalLoss(nn.Module):
 
     @abstractmethod
     def forward(self, output: Tensor, items: Tensor, targets: Tensor, negatives: Tensor) -> Tensor:
-        """Mean loss over tokens.
+        """Mean loss over tokens; 0, with gradients of 0, where there is none (a rank's share of a short batch may be empty).
 
         Args:
             output: float [T, D], l2-normalised output of each token.
@@ -54,4 +54,4 @@ class SampledSoftmax(RetrievalLoss):
     def forward(self, output: Tensor, items: Tensor, targets: Tensor, negatives: Tensor) -> Tensor:
         """Mean loss over tokens; shapes in RetrievalLoss.forward."""
         losses = sampled_softmax(output, items, targets, negatives, temperature=self.temperature, backend=self.backend)
-        return losses.mean()
+        return losses.mean() if losses.numel() else losses.sum()  # a rank's share of a batch may be empty: 0, and no NaN

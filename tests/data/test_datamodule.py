@@ -263,7 +263,7 @@ def test_machines_without_affinity(monkeypatch: pytest.MonkeyPatch):
 
 def test_workers_map_the_files_and_do_not_copy_them(folder: Path):
     data = make(folder)
-    for part in (data.train_dataloader().dataset, data.val_dataloader().collate_fn):
+    for part in (data.train_dataloader().dataset, data.val_dataloader().loader.collate_fn):
         sent = pickle.dumps(part)
         assert len(sent) < 1000
         assert isinstance(pickle.loads(sent).data.items, np.memmap)
@@ -274,7 +274,7 @@ def test_workers_map_the_files_and_do_not_copy_them(folder: Path):
 def test_spawned_workers_give_the_same_batches(folder: Path):
     inner = make(folder).val_dataloader()
     spawned = DataLoader(
-        range(USERS), batch_size=7, collate_fn=inner.collate_fn, num_workers=1, multiprocessing_context="spawn"
+        range(USERS), batch_size=7, collate_fn=inner.loader.collate_fn, num_workers=1, multiprocessing_context="spawn"
     )
     for a, b in zip(spawned, inner, strict=True):
         assert rows(a) == rows(b)
@@ -286,9 +286,11 @@ def test_memory_is_pinned_for_accelerators_only(folder: Path, device: str, pinne
     data.trainer = SimpleNamespace(
         strategy=SimpleNamespace(root_device=SimpleNamespace(type=device)),
         overfit_batches=0.0,
+        global_rank=0,
+        world_size=1,
         state=SimpleNamespace(fn=None, status=None),
     )
-    assert data.val_dataloader().pin_memory is pinned
+    assert data.val_dataloader().loader.pin_memory is pinned
     assert data.train_dataloader()._options["pin_memory"] is pinned
 
 

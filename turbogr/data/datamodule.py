@@ -14,14 +14,13 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader
 
 from turbogr.batch import JaggedBatch
 from turbogr.data.features import FeatureTable, chosen
 from turbogr.data.histories import HELD_OUT, EvaluationHistories, Protocol, Stage, TrainingHistories
 from turbogr.data.negatives import UniformNegatives, check_seed
 from turbogr.data.prepared import PreparedData
-from turbogr.data.samplers import EpochBatches, TrainingLoader
+from turbogr.data.samplers import EpochBatches, EvaluationBatches, EvaluationLoader, TrainingLoader
 from turbogr.errors import ConfigurationError, DataError
 from turbogr.seeds import global_seed
 
@@ -33,17 +32,22 @@ class SequenceDataModule(LightningDataModule):
     The order of users depends on (seed, epoch) and the draws on (seed, epoch, user, position), never on workers or on where a
     run was interrupted: `Trainer.fit(ckpt_path=…)` trains exactly the batches that were not yet trained.
 
+    Under a trainer with W ranks, batch n of training is the batch n that one process with W times `batch_size` would train on,
+    and each rank takes its slice of it; the batches of evaluation are shared likewise. Nothing is dropped or repeated, all
+    ranks have equally many batches, and a rank's share of a short last batch may be empty. The trainer's
+    `use_distributed_sampler` changes nothing. A run may be resumed with another number of ranks if W times `batch_size` stays.
+
     Evaluation: one history a user, its last token's target is the held-out item, `seen` the items to filter (see
     `EvaluationHistories`). Validation, test and prediction keep the order of user rows and never drop a user.
 
     Args:
         path: folder written by `turbogr data prepare`.
-        batch_size: users per training batch.
+        batch_size: users per training batch, on each rank.
         max_length: most tokens of a history; of longer ones the newest are used.
         num_negatives: negatives drawn for each training token.
         protocol: "three_way" (last event test, the one before validation) or "published" (last event both); None is the
             prepared folder's own.
-        eval_batch_size: users per batch of validation, test and prediction; None is `batch_size`.
+        eval_batch_size: users per batch of validation, test and prediction, on each rank; None is `batch_size`.
         num_workers: processes that build batches; "auto" is none on two cores or fewer (building takes a few milliseconds, the
             model wants the cores), else half the cores up to 4.
         seed: of order and negatives; None is Lightning's global seed (`seed_everything`), or 0 where none is set.
@@ -150,21 +154,22 @@ class SequenceDataModule(LightningDataModule):
             )
             self._said_too_short = True
         overfit = _overfit_batches(self.trainer)
+        rank, ranks = self._ranks()
         if overfit:
-            users = users[: overfit * self.batch_size]
-        batches = EpochBatches(users, self.batch_size, self.seed, shuffle=not overfit, drop_last=self.drop_last)
+            users = users[: overfit * self.batch_size * ranks]
+        batches = EpochBatches(users, self.batch_size, self.seed, not overfit, self.drop_last, rank, ranks)
         trained = partial(settle_progress, self.trainer) if self.trainer is not None and _fitting(self.trainer) else None
         return TrainingLoader(histories, batches, trained, **self._loader_options())
 
-    def val_dataloader(self) -> DataLoader[JaggedBatch]:
+    def val_dataloader(self) -> EvaluationLoader:
         """Every user once, in the order of rows; the target is the validation item."""
         return self._evaluation_loader("validation")
 
-    def test_dataloader(self) -> DataLoader[JaggedBatch]:
+    def test_dataloader(self) -> EvaluationLoader:
         """Every user once, in the order of rows; the target is the test item."""
         return self._evaluation_loader("test")
 
-    def predict_dataloader(self) -> DataLoader[JaggedBatch]:
+    def predict_dataloader(self) -> EvaluationLoader:
         """Every user once, in the order of rows, with all their events.
 
         Raises:
@@ -191,6 +196,7 @@ class SequenceDataModule(LightningDataModule):
             "content_hash": self.prepared.manifest["content_hash"],
             "protocol": self.protocol,
             "batch_size": self.batch_size,
+            "ranks": self._ranks()[1],
             "max_length": self.max_length,
             "num_negatives": self.num_negatives,
             "seed": self.seed,
@@ -205,34 +211,31 @@ class SequenceDataModule(LightningDataModule):
                 differ; other data is then only warned about.
         """
         ours = self.state_dict()
-        changed = [name for name in ours if state_dict.get(name) != ours[name]]
         if self.trainer is not None and _fitting(self.trainer):
-            if changed:
-                differences = "; ".join(f"{name} was {state_dict.get(name)!r} and is {ours[name]!r}" for name in changed)
+            if differences := _differences(state_dict, ours):
                 raise ConfigurationError(
-                    f"the checkpoint cannot be resumed with {self.prepared.path}: {differences}. Resuming trains the batches "
-                    "that were not yet trained, which needs the same data and options; restore them, or start a new run"
+                    f"the checkpoint cannot be resumed with {self.prepared.path}: {'; '.join(differences)}. Resuming trains "
+                    "the batches that were not yet trained, which needs the same data and options; restore them, or start a "
+                    "new run"
                 )
-        elif "content_hash" in changed:
+        elif state_dict.get("content_hash") != ours["content_hash"]:
             rank_zero_warn(
                 f"the checkpoint was trained on other data than {self.prepared.path} (content_hash differs): its item rows "
                 "must mean the same items"
             )
 
-    def _evaluation_loader(self, stage: Stage) -> DataLoader[JaggedBatch]:
+    def _evaluation_loader(self, stage: Stage) -> EvaluationLoader:
         _overfit_batches(self.trainer)
         query_time = self.query_time if stage == "predict" else None
         histories = EvaluationHistories(
             self.prepared, self.protocol, stage, self.max_length, query_time, self._event_features()
         )
-        # Data of plain row numbers, so that Lightning may inject samplers and track indices as in any DataLoader.
-        return DataLoader(
-            range(self.num_users),  # type: ignore[arg-type]
-            batch_size=self.eval_batch_size,
-            collate_fn=histories,
-            generator=torch.Generator(),  # of its own, so that iterating takes nothing from the global stream
-            **self._loader_options(),
-        )
+        batches = EvaluationBatches(self.num_users, self.eval_batch_size, *self._ranks())
+        return EvaluationLoader(histories, batches, **self._loader_options())
+
+    def _ranks(self) -> tuple[int, int]:
+        """Our rank, and how many there are."""
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     def _event_features(self) -> list[str]:
         return [table.name for table in self._features if table.side == "event"]
@@ -288,6 +291,23 @@ def settle_progress(trainer: Trainer) -> int:
     assert isinstance(batches, _ProcessedTracker)
     batches.ready = batches.started = batches.completed = batches.processed
     return batches.processed
+
+
+def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """How a checkpoint's data and order differ from ours, in words; ranks may, if the users of a step stay the same."""
+    theirs = {"batch_size": 0, "ranks": 1} | theirs  # earlier versions trained on one rank
+    steps = ("batch_size", "ranks")
+    found = [f"{k} was {theirs.get(k)!r} and is {v!r}" for k, v in ours.items() if k not in steps and theirs.get(k) != v]
+    was, now = (state["batch_size"] * state["ranks"] for state in (theirs, ours))
+    if was != now:
+        texts = [str(state["batch_size"]) for state in (theirs, ours)]
+        if max(theirs["ranks"], ours["ranks"]) > 1:
+            texts = [
+                f"{state['batch_size']} x {state['ranks']} ranks = {users} users a step"
+                for state, users in ((theirs, was), (ours, now))
+            ]
+        found.append(f"batch_size was {texts[0]} and is {texts[1]}")
+    return found
 
 
 def _fitting(trainer: Trainer) -> bool:

@@ -2,6 +2,9 @@
 
 Resuming exactly is then one fact: the number of batches already trained. Batch n is the same whoever asks for it, so it does
 not matter how a run was stopped, how many batches the workers had prepared beyond it, or how the trainer counts its epochs.
+
+Nor on how many ranks: batch n of W ranks is the batch n of one process with W times the batch size, and each rank takes its
+slice of it. All ranks have equally many batches; of an epoch's short last batch a rank may have no user at all.
 """
 
 from __future__ import annotations
@@ -16,6 +19,13 @@ from torch.utils.data import DataLoader, Dataset
 from turbogr.batch import JaggedBatch
 from turbogr.data.negatives import ORDER, Int64Array, check_seed, stream_keys
 from turbogr.errors import ConfigurationError
+
+
+def share(count: int, rank: int, ranks: int) -> slice:
+    """Which of `count` things fall to a rank: consecutive ones, one more for the first ranks where they come out uneven."""
+    each, more = divmod(count, ranks)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
 
 
 class BatchKey(NamedTuple):
@@ -37,25 +47,39 @@ class EpochBatches:
 
     Args:
         samples: int64 [N], user rows to train on, each once an epoch.
-        batch_size: users per batch, 1 or more.
+        batch_size: users per batch and rank, 1 or more.
         seed: 0..2^64 - 1.
         shuffle: False keeps the given order in every epoch.
-        drop_last: drop the last batch of an epoch where it is smaller than the others.
+        drop_last: drop the last batch of an epoch where it is smaller than the others, all ranks together.
+        rank: whose slices of the batches are given, 0..ranks - 1.
+        ranks: how many share each batch.
 
     Raises:
         ConfigurationError: an option is out of range, or an epoch would have no batch.
     """
 
-    def __init__(self, samples: Int64Array, batch_size: int, seed: int, shuffle: bool = True, drop_last: bool = False) -> None:
+    def __init__(
+        self,
+        samples: Int64Array,
+        batch_size: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
         if batch_size < 1:
             raise ConfigurationError(f"batch_size is {batch_size}; it must be 1 or more")
-        count = len(samples) // batch_size if drop_last else -(-len(samples) // batch_size)
+        together = batch_size * ranks
+        count = len(samples) // together if drop_last else -(-len(samples) // together)
         if not count:
+            on = f" on {ranks} ranks" if ranks > 1 else ""
             raise ConfigurationError(
-                f"an epoch of {len(samples)} training users has no batch (batch_size {batch_size}, drop_last {drop_last})"
+                f"an epoch of {len(samples)} training users has no batch (batch_size {batch_size}{on}, drop_last {drop_last})"
             )
         self.samples = samples
         self.batch_size = batch_size
+        self.rank, self.ranks = rank, ranks
         self.seed = check_seed(seed)
         self.shuffle = shuffle
         self.epoch = 0
@@ -85,8 +109,10 @@ class EpochBatches:
         if self.shuffle:
             # Sorting by a hash rather than shuffling by a generator: the order survives upgrades of NumPy.
             samples = samples[np.argsort(stream_keys(self.seed, epoch, samples, ORDER), kind="stable")]
-        for start in range(first * self.batch_size, len(self) * self.batch_size, self.batch_size):
-            yield BatchKey(epoch, samples[start : start + self.batch_size])
+        together = self.batch_size * self.ranks
+        for start in range(first * together, len(self) * together, together):
+            batch = samples[start : start + together]
+            yield BatchKey(epoch, batch[share(len(batch), self.rank, self.ranks)])
 
 
 class TrainingLoader:
@@ -176,6 +202,75 @@ class TrainingLoader:
         batch = next(self._iterator)
         self._next += 1
         return batch
+
+
+class EvaluationBatches:
+    """Users in the order of their rows, each once: a `batch_sampler` that gives one rank's slice of every batch.
+
+    Args:
+        num_users: U.
+        batch_size: users per batch and rank, 1 or more.
+        rank: whose slices are given, 0..ranks - 1.
+        ranks: how many share each batch.
+    """
+
+    def __init__(self, num_users: int, batch_size: int, rank: int = 0, ranks: int = 1) -> None:
+        self.num_users, self.batch_size, self.rank, self.ranks = num_users, batch_size, rank, ranks
+
+    def __len__(self) -> int:
+        """Batches, the same for all ranks."""
+        together = self.batch_size * self.ranks
+        return (self.num_users + together - 1) // together
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """User rows of each batch, possibly none."""
+        together = self.batch_size * self.ranks
+        for start in range(0, self.num_users, together):
+            batch = range(start, min(start + together, self.num_users))
+            yield list(batch[share(len(batch), self.rank, self.ranks)])
+
+
+class EvaluationLoader:
+    """Loads the batches of `EvaluationBatches`, with any number of worker processes.
+
+    This is not a `torch.utils.data.DataLoader`, as `TrainingLoader` is none: Lightning's sampler for several ranks would repeat
+    users until every rank has equally many, and they would be counted twice.
+
+    Args:
+        collate: makes a batch of a list of user rows.
+        batches: which rows.
+        **options: of the inner `DataLoader` (`num_workers`, `pin_memory`, …).
+
+    Attributes:
+        loader: the inner `DataLoader`.
+    """
+
+    def __init__(self, collate: Callable[[list[int]], JaggedBatch], batches: EvaluationBatches, **options: Any) -> None:
+        self.batches = batches
+        self.loader: DataLoader[JaggedBatch] = DataLoader(
+            range(batches.num_users),  # type: ignore[arg-type]
+            batch_sampler=batches,
+            collate_fn=collate,
+            generator=torch.Generator(),  # of its own, so that iterating takes nothing from the global stream
+            **options,
+        )
+
+    def __len__(self) -> int:
+        """Batches, the same for all ranks."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[JaggedBatch]:
+        """All batches, from the first."""
+        return iter(self.loader)
+
+    # Named as in DataLoader: Lightning shuts the workers down through this attribute when it is done.
+    @property
+    def _iterator(self) -> Any:
+        return self.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self.loader._iterator = iterator
 
 
 def _unchanged(batch: Any) -> Any:

@@ -119,8 +119,9 @@ def jagged_hstu_attention_reference(
     mask: str = CAUSAL,
 ) -> Tensor:
     """The formula written down in float64, one sequence at a time: the oracle of every implementation."""
-    outputs = [v[:0].double()]
-    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+    outputs = []
+    # From an empty sequence on: without any, some inputs would have no gradient instead of one of 0.
+    for start, end in zip([0, *offsets[:-1].tolist()], offsets.tolist(), strict=True):
         index = torch.arange(end - start, device=q.device)
         scores = alpha * torch.einsum("ihd,jhd->hij", q[start:end].double(), k[start:end].double())
         if position_bias is not None:

@@ -67,8 +67,9 @@ def jagged_softmax_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, scale: float, mask: str = CAUSAL
 ) -> Tensor:
     """The formula written down in float64, one sequence at a time: the oracle of every implementation."""
-    outputs = [v[:0].double()]
-    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+    outputs = []
+    # From an empty sequence on: without any, some inputs would have no gradient instead of one of 0.
+    for start, end in zip([0, *offsets[:-1].tolist()], offsets.tolist(), strict=True):
         scores = scale * torch.einsum("ihd,jhd->hij", q[start:end].double(), k[start:end].double())
         hidden = forbidden(OPERATOR, mask, 0, end - start, q.device)
         alone = hidden.all(-1, keepdim=True)  # the softmax of nothing would be NaN
