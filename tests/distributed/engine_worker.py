@@ -198,6 +198,28 @@ def refusals() -> list[str]:
     return messages
 
 
+def discarded() -> dict[str, bool]:
+    """Gradients thrown away at any point leave no trace, though their exchange was under way."""
+    result = {}
+    for groups, form in ((1, "auto"), (2, "gather"), (2, "two_phase"), (4, "two_phase")):
+        case = Case(groups, several=True, exchange=form)
+        engine = engine_of(case)
+        share = shares(case, 5)[dist.get_rank()]
+        for exchanged in (True, False):
+            batch = fetched(engine, share.features)
+            share.loss(engine.table(share.features)).backward()
+            engine.backward(batch)
+            if exchanged:
+                engine.start_exchange(1.0)
+            engine.discard()
+        engine.update()
+        train(engine, case)
+        found = engine.full_state()
+        engine.close()
+        result[f"{groups} {form}"] = all(relative(found[name], x) < 1e-5 for name, x in trained_alone(case).items())
+    return result
+
+
 def counted(name: str, called: list[str], original: Callable) -> Callable:
     def call(*args, **options):
         called.append(name)
@@ -246,5 +268,5 @@ if __name__ == "__main__":
         chosen = {**cases(ranks), **(faulty() if ranks == 4 else {})}
         report_checks({name: lambda case=case: differences(case) for name, case in chosen.items()})
     else:
-        checks = [planned, repeated, one_start, state_over_ranks, other_states, evaluation, refusals, collectives]
+        checks = [planned, repeated, one_start, state_over_ranks, other_states, evaluation, refusals, discarded, collectives]
         report_checks({check.__name__: check for check in checks})

@@ -101,6 +101,11 @@ def test_lookups_that_were_not_prepared_are_refused(rest):
         assert "exchange must be one of" in form
 
 
+def test_discarded_gradients_leave_no_trace(rest):
+    for report in rest["discarded"]:
+        assert all(report.values()), report
+
+
 def test_few_collectives_a_step_and_none_without_need(rest):
     """Three all-to-all inside a group (and one that tells the counts), three all-gathers between groups."""
     inside = ["all_to_all_single 4.0"]

@@ -105,6 +105,7 @@ class SparseEngine:
         self._current: SparseBatch | None = None
         self._pending: list[Touched] = []
         self._started: Touched | None = None
+        self._abandoned = False  # an exchange is under way whose sums nobody wants
 
     # One batch, in the order of its steps.
 
@@ -199,6 +200,9 @@ class SparseEngine:
             raise RuntimeError("SparseEngine: start_exchange twice without an update")
         if not self._pending:
             return
+        if self._abandoned:
+            self._values.wait()
+            self._abandoned = False
         touched = merge(self._pending, self.table.backend)
         self._pending = []
         if scale != 1.0:
@@ -229,7 +233,11 @@ class SparseEngine:
             self.table.optimizer.step(self.table.weight, rows, gradient, self.table.backend, lr_scale)
 
     def discard(self) -> None:
-        """Forgets gradients and look-ups that must not be used (an interrupted or failed step); no communication."""
+        """Forgets gradients and look-ups that must not be used (an interrupted or failed step); no communication.
+
+        An exchange under way is waited for by the next one, so that this can be called while an error is on its way out.
+        """
+        self._abandoned |= self._started is not None and self._started.union is not None
         self._pending, self._started, self._current = [], None, None
 
     # What the table asks.
