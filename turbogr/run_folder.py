@@ -10,8 +10,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
-
+from turbogr.checkpoints import HEADER, is_directory, read
 from turbogr.errors import ConfigurationError
 
 BEST, LAST = "best", "last"
@@ -36,7 +35,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of best.ckpt and last.ckpt."""
+        """Folder of best.ckpt and last.ckpt, each a file or a directory."""
         return self.path / "checkpoints"
 
     def checkpoint(self, name: str) -> Path:
@@ -44,14 +43,16 @@ class RunFolder:
         return self.checkpoints / f"{name}.ckpt"
 
     def resolve(self, ckpt_path: str) -> Path:
-        """The file meant by "best", "last" or a path.
+        """The checkpoint, file or directory, meant by "best", "last" or a path.
 
         Raises:
-            ConfigurationError: if there is no such file; the message names those that exist.
+            ConfigurationError: if there is none; the message names those that exist.
         """
         path = self.checkpoint(ckpt_path) if ckpt_path in (BEST, LAST) else Path(ckpt_path)
-        if path.exists():
+        if path.is_file() or is_directory(path):
             return path
+        if path.is_dir():
+            raise ConfigurationError(f"{path} is a folder but no checkpoint: it holds no {HEADER}")
         there = ", ".join(str(p) for p in sorted(self.checkpoints.glob("*.ckpt"))) or f"none in {self.checkpoints}"
         raise ConfigurationError(
             f"there is no checkpoint {path} (checkpoints found: {there}); train first with `turbogr fit`, or name one with "
@@ -59,7 +60,7 @@ class RunFolder:
         )
 
     def earlier_run(self) -> list[Path]:
-        """Files of an earlier run that a new one would overwrite."""
+        """Files of an earlier run, and checkpoints that are directories, that a new one would overwrite."""
         files = [self.config, self.path / "metrics.csv", *self.checkpoints.glob("*.ckpt")]
         return sorted(file for file in files if file.exists())
 
@@ -93,7 +94,7 @@ class Checkpoint:
     """What a checkpoint says about itself, read without its tensors.
 
     Args:
-        path: the file.
+        path: the file or directory.
 
     Raises:
         ConfigurationError: if it cannot be read as a checkpoint.
@@ -104,9 +105,9 @@ class Checkpoint:
 
     @cached_property
     def content(self) -> Mapping[str, Any]:
-        """The file's dictionary; tensors stay on disk."""
+        """Its dictionary; tensors stay on disk."""
         try:
-            content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=self.path.is_file())
+            content = read(self.path)
         except (RuntimeError, OSError, EOFError, ValueError, UnpicklingError) as error:
             raise ConfigurationError(
                 f"{self.path} cannot be read as a checkpoint ({type(error).__name__}): it is damaged or incomplete"
@@ -126,7 +127,7 @@ class Checkpoint:
         return self.content.get(CONFIG_KEY)
 
     def describe(self) -> str:
-        """One line: file, epoch, step and the score it was kept for."""
+        """One line: where it is, epoch, step and the score it was kept for."""
         # Lightning numbers epochs from 0, people count from 1.
         text = f"{self.path} (epoch {int(self.content.get('epoch', 0)) + 1}, step {self.global_step}"
         for state in self.content.get("callbacks", {}).values():

@@ -28,6 +28,7 @@ from turbogr.callbacks.resume import LastCheckpoint, TrainingInterrupted
 from turbogr.callbacks.run_start import ReplaceEarlierRun
 from turbogr.callbacks.summary import Summary
 from turbogr.callbacks.throughput import Throughput
+from turbogr.checkpoints import OtherCatalogueError
 from turbogr.cli_checks import check_file, check_max_length, check_numbers, model_differences, one_max_length, settle_monitor
 from turbogr.cli_errors import explain
 from turbogr.data.datamodule import SequenceDataModule
@@ -282,6 +283,9 @@ class TurboGRCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
+        except OtherCatalogueError as error:
+            differences = [] if self.checkpoint is None else self._model_differences(self.checkpoint)
+            raise ConfigurationError("; ".join([str(error), *differences])) from error
         except RuntimeError as error:
             if self.checkpoint is None or "loading state_dict" not in str(error):
                 raise

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from turbogr.checkpoints import remove
+
 
 class ReplaceEarlierRun(Callback):
     """Deletes files as training starts: a run that fails before its first step leaves the earlier one as it was.
@@ -14,7 +16,7 @@ class ReplaceEarlierRun(Callback):
     Must stand before callbacks that write in `on_train_start`.
 
     Args:
-        files: what the earlier run left, listed before the new one writes anything.
+        files: what the earlier run left, checkpoints that are directories included, listed before the new one writes anything.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -24,4 +26,4 @@ class ReplaceEarlierRun(Callback):
         """Deletes them."""
         if trainer.is_global_zero:
             for file in self.files:
-                file.unlink(missing_ok=True)
+                remove(file)
