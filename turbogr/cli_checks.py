@@ -120,14 +120,18 @@ def check_file(path: Path) -> None:
 
 
 def model_differences(then: str, now: str, all_options: bool = True) -> list[str]:
-    """How the model sections of two configurations differ, one text an option.
+    """How the models of two configurations differ, one text an option: their model sections, and the features that they use.
 
     Args:
         then: YAML of the earlier one.
         now: YAML of the present one.
         all_options: also those that a resumed run may change.
     """
-    old, new = (dict(flat(yaml.safe_load(text)["model"], "model")) for text in (then, now))
+    configurations = [yaml.safe_load(text) for text in (then, now)]
+    old, new = (dict(flat(config["model"], "model")) for config in configurations)
+    # A checkpoint that is older than the option says nothing about it.
+    if all("features" in config["data"] for config in configurations):
+        old["data.features"], new["data.features"] = (config["data"]["features"] for config in configurations)
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys if all_options or key not in _FREE]
 
