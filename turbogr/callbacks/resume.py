@@ -13,6 +13,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from turbogr.strategies import TurboGRStrategy
+from turbogr.strategies.agreement import StopRequest
+
 
 class TrainingInterrupted(Exception):
     """Training stopped because a signal asked for it.
@@ -37,6 +40,9 @@ class LastCheckpoint(Checkpoint):
     saved only where a resumed run goes on exactly as an uninterrupted one: after an optimizer step that is followed neither by
     validation nor by the epoch's end, else after those. A second SIGINT kills the process at once.
 
+    With several ranks a signal on any of them stops all at the same step, one or two after the running one, as they have to
+    tell each other; the checkpoint is written once, and all raise.
+
     `trainer.should_stop` (EarlyStopping, `max_time`) is seen where callbacks set it, and obeyed after the next optimizer step
     where gradients are pending. Set in a model's own hooks it leaves last.ckpt at the end of the epoch before.
 
@@ -46,7 +52,7 @@ class LastCheckpoint(Checkpoint):
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self.signum: int | None = None
+        self._request = StopRequest()
         self._previous: dict[int, Any] = {}
         self._process = os.getpid()
         self._epoch_ends = self._pending = self._postponed = False
@@ -56,6 +62,9 @@ class LastCheckpoint(Checkpoint):
         """Takes over the signals (Lightning took SIGTERM before this)."""
         self._epoch_ends = self._pending = self._postponed = False
         self._saved = -1
+        strategy = trainer.strategy
+        self._request = strategy.stop if isinstance(strategy, TurboGRStrategy) else StopRequest()
+        self._request.taken = True
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
         self._process = os.getpid()
@@ -77,6 +86,7 @@ class LastCheckpoint(Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves if training ends here, after a validation within an epoch."""
         if not trainer.sanity_checking and not self._epoch_ends:
+            _agree(trainer)
             self._save_if_stopping(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,7 +97,8 @@ class LastCheckpoint(Checkpoint):
             return
         steps, epochs = trainer.max_steps, trainer.max_epochs
         finished = 0 <= steps <= trainer.global_step or (epochs is not None and 0 <= epochs <= trainer.current_epoch + 1)
-        if self.signum and not finished:
+        _agree(trainer)
+        if self._request.agreed and not finished:
             self._stop(trainer)
         self._save(trainer)
 
@@ -102,7 +113,7 @@ class LastCheckpoint(Checkpoint):
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             return  # a loader's worker inherited the handler; it must outlive the step that uses its batch
-        self.signum = signum
+        self._request.ask(signum)
         # From here on Ctrl-C does what it does to any program.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         print(
@@ -123,7 +134,7 @@ class LastCheckpoint(Checkpoint):
         # Once a step: a stop that was asked for brings about a validation that is not due, and a checkpoint written behind it
         # would be taken for one of a validation that is.
         elif self._saved != trainer.global_step:
-            if self.signum:
+            if self._request.agreed:
                 self._stop(trainer)
             if _stops(trainer) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._save(trainer)
@@ -135,13 +146,18 @@ class LastCheckpoint(Checkpoint):
         return path
 
     def _stop(self, trainer: Trainer) -> None:
-        assert self.signum is not None
-        raise TrainingInterrupted(self._save(trainer), self.signum)
+        raise TrainingInterrupted(self._save(trainer), self._request.agreed)
 
     def _restore(self) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
+
+
+def _agree(trainer: Trainer) -> None:
+    """Asks all ranks for signals, where the next batches are too far off to bring word of them."""
+    if isinstance(trainer.strategy, TurboGRStrategy):
+        trainer.strategy.agree_to_stop()
 
 
 def _stops(trainer: Trainer) -> bool:

@@ -288,7 +288,7 @@ class EmbeddingTable(nn.Module):
         if copies > 1 and self.engine is None:
             raise ConfigurationError(
                 f"{copies} processes would each update a table of their own, and the tables would drift apart: train with "
-                "trainer.devices 1 and trainer.strategy auto"
+                "trainer.strategy turbogr (TurboGRStrategy), or on one device"
             )
 
     def discard_gradients(self) -> None:

@@ -1,0 +1,384 @@
+"""TurboGRStrategy: hierarchical sparse parallelism as a Lightning strategy.
+
+W ranks are M groups of I. The tables are sharded inside each group and copied between groups; everything else is replicated,
+as under DDP. Training equals that of one process on the ranks' batches together (TurboGR, section 4.2). This file is the table
+of Lightning's hooks; what they do is in `pipeline` (batches in flight), `turbogr.sparse.engine` (rows), `checkpoint`,
+`lookahead` (loaders), `agreement` and `failures`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from turbogr.checkpoints import use_checkpoint_files
+from turbogr.errors import ConfigurationError
+from turbogr.sparse.engine import SparseEngine
+from turbogr.sparse.exchange import ExchangeForm
+from turbogr.sparse.sharding import Sharding, ShardingKind
+from turbogr.sparse.table import EmbeddingTable
+from turbogr.sparse.topology import HSPTopology
+from turbogr.strategies.agreement import StopRequest, gather_numbers
+from turbogr.strategies.checkpoint import dense_state, gathered_state, load_state, save_directory, save_gathered
+from turbogr.strategies.failures import FailureBoard, lost_connection
+from turbogr.strategies.lookahead import LookaheadLoader, evaluation_loader, training_loader
+from turbogr.strategies.npu import DDPOnNPU
+from turbogr.strategies.pipeline import InFlight, Pipeline
+from turbogr.strategies.refusals import (
+    only_table,
+    refuse_module,
+    refuse_optimizers,
+    refuse_precision,
+    refuse_second_loader,
+)
+
+
+def choose_groups(groups: int | Literal["auto"], world_size: int, num_nodes: int) -> int:
+    """M, the number of groups.
+
+    Args:
+        groups: as asked for; "auto" makes every node a group, where that is possible.
+        world_size: W.
+        num_nodes: that the ranks are spread over evenly.
+    """
+    if groups == "auto":
+        return num_nodes if world_size % num_nodes == 0 else 1
+    return groups
+
+
+class TurboGRStrategy(DDPOnNPU):
+    """Trains on W ranks as one process would: tables sharded inside groups of ranks, sparse exchange between groups.
+
+    The module has one EmbeddingTable, and says with `sparse_features(batch)` and `sample_count(batch)` what a batch looks up
+    and how many terms its mean loss has (GenerativeRetriever does). Then weights and optimizer state are those of one process
+    on the batches of all ranks together; on one rank they are those of strategy="auto", bit for bit.
+
+    Ranks are started by Lightning (`Trainer(devices=4, ...)`) or by torchrun.
+
+    Args:
+        groups: M, the number of copies of the tables; must divide the number of ranks. "auto" chooses.
+        mode: "sync", every batch sees the updates of all before it.
+        sharding: of the tables over the ranks of a group; see `turbogr.sparse.sharding.ShardingKind`.
+        exchange: form of the exchange between groups; "auto" takes the one that sends fewer bytes.
+        sparse_lr: "constant" leaves the rows' learning rate as the row optimizer has it; "follow" scales it as the schedulers
+            have scaled that of the dense optimizer's first group of parameters.
+        sparse_clip_norm: largest norm of the rows' gradient, of all tables and ranks together; None does not clip. (The
+            trainer's `gradient_clip_val` clips the dense parameters only.)
+        checkpoint: "gathered", one file that any strategy loads; "distributed", a directory into which every rank writes its
+            own rows.
+        timeout_s: seconds that a rank waits for another before it raises.
+        process_group_backend: of `torch.distributed`; None is the device's default.
+        start_method: how Lightning starts the ranks; "popen" is the only one.
+        cluster_environment: as in DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+
+    Attributes:
+        topology: of the ranks; from `setup` on.
+        engine: keeps the tables' rows; from `setup` on.
+        stop: a signal that all ranks obey together.
+
+    Raises:
+        ConfigurationError: an option has an impossible value.
+    """
+
+    topology: HSPTopology
+    engine: SparseEngine
+    pipeline: Pipeline
+
+    def __init__(
+        self,
+        groups: int | Literal["auto"] = 1,
+        mode: Literal["sync"] = "sync",
+        sharding: ShardingKind = "row_wise",
+        exchange: ExchangeForm = "auto",
+        sparse_lr: Literal["constant", "follow"] = "constant",
+        sparse_clip_norm: float | None = None,
+        checkpoint: Literal["gathered", "distributed"] = "gathered",
+        timeout_s: float = 1800.0,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+    ) -> None:
+        _check_choice("mode", mode, ("sync",))
+        _check_choice("sharding", sharding, ("row_wise", "table_wise", "planner"))
+        _check_choice("exchange", exchange, ("auto", "gather", "two_phase"))
+        _check_choice("sparse_lr", sparse_lr, ("constant", "follow"))
+        _check_choice("checkpoint", checkpoint, ("gathered", "distributed"))
+        if groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+            raise ConfigurationError(f'TurboGRStrategy: groups must be 1 or more, or "auto"; got {groups!r}')
+        for name, value in (("sparse_clip_norm", sparse_clip_norm), ("timeout_s", timeout_s)):
+            if value is not None and value <= 0:
+                raise ConfigurationError(f"TurboGRStrategy: {name} must be positive, got {value}")
+        if start_method != "popen":
+            raise ConfigurationError(
+                f"TurboGRStrategy: processes that are started by {start_method} would share one process's tables: leave "
+                "start_method at popen, or start the ranks with torchrun"
+            )
+        super().__init__(
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_s),
+            start_method=start_method,
+        )
+        self.groups, self.mode, self.sharding, self.exchange = groups, mode, sharding, exchange
+        self.sparse_lr, self.sparse_clip_norm, self.checkpoint_form = sparse_lr, sparse_clip_norm, checkpoint
+        self.stop = StopRequest()
+        self._lookahead: LookaheadLoader | None = None
+        self._board: FailureBoard | None = None
+        self._runs = 0
+
+    # Before training.
+
+    def setup_environment(self) -> None:
+        """Opens the process group, which is closed when the process ends, and watches for ranks that fail."""
+        with isolate_rng():  # DDP seeds anew here; one process does not
+            super().setup_environment()
+        if not self._runs:
+            atexit.register(_close_process_group)
+        self._runs += 1
+        self.stop = StopRequest(alone=self.world_size == 1)
+        if self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self._board = FailureBoard(self.global_rank, self.world_size, store, self._runs)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Refuses what cannot work, shards the tables, and keeps them from DDP."""
+        module = self.lightning_module
+        assert module is not None
+        table = only_table(module)
+        refuse_module(trainer, module)
+        use_checkpoint_files(self)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_precision(self)
+        self._shard(table)
+        ignored = [name for name, part in module.named_modules() if part is table]
+        names = [f"{prefix}.{key}" if prefix else key for prefix in ignored for key in self.engine.local_state()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        self.pipeline = Pipeline(self.engine, module, self._to_device, self.stop)  # type: ignore[arg-type]
+        self._lookahead = None
+        super().setup(trainer)
+        if self.world_size > 1:
+            # Lightning's own handler begins a broadcast wherever the main thread stands, and its loop waits for another one
+            # at every step. Here the signal travels with the agreement on each batch.
+            trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[assignment, method-assign]
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._raise_sigterm  # type: ignore[method-assign]
+
+    def configure_ddp(self) -> None:
+        """A single rank has nothing to reduce."""
+        if self.world_size > 1:
+            super().configure_ddp()
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """As in DDPStrategy."""
+        super().setup_optimizers(trainer)
+        refuse_optimizers(self.optimizers)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Training runs ahead of the trainer; evaluation must come out even on all ranks."""
+        trainer = self._trainer
+        host_pg = self.topology.host_pg if self.world_size > 1 else None
+        if trainer.training:
+            if self._lookahead is not None and not self._lookahead.begun:
+                refuse_second_loader()
+            self._lookahead = training_loader(dataloader, self.pipeline, trainer, host_pg)
+            return self._lookahead
+        stage = trainer.state.stage
+        return dataloader if host_pg is None else evaluation_loader(dataloader, str(stage and stage.value), host_pg)
+
+    # A step.
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """A training batch has been on the device for some steps."""
+        if isinstance(batch, InFlight):
+            return self.pipeline.take(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass, between fetching its rows and what later batches need."""
+        self.pipeline.prepare()
+        if self.global_rank > 0:
+            self._draw_other_masks()
+        output = super().training_step(*args, **kwargs)
+        self.pipeline.run_ahead()
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The backward pass of the weighted loss; rows' gradients go to their owners."""
+        weight = self.pipeline.current.weight
+        loss = super().backward(closure_loss if weight == 1.0 else closure_loss * weight, optimizer, *args, **kwargs)
+        self.pipeline.send_back()
+        return loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The dense step, while groups exchange rows' gradients; then the rows' update."""
+
+        def closure_and_exchange() -> Any:
+            result = closure()
+            self.pipeline.exchange()
+            return result
+
+        output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
+        self.pipeline.update(self._sparse_lr_scale(), self.sparse_clip_norm)
+        return output
+
+    # Checkpoints.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Every rank reads its own part of the rows, so the tables must be sharded first."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state: whole on rank 0, or without the rows where every rank writes its own."""
+        module = self.lightning_module
+        assert module is not None
+        if self._table.engine is None:
+            return module.state_dict()
+        if self._trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1 and not self.stop.agreed:
+            raise ConfigurationError(
+                "no checkpoint is written after an exception on several ranks, as it takes them all: use LastCheckpoint, or "
+                "ModelCheckpoint(every_n_train_steps=...), and resume from what it wrote last"
+            )
+        form = dense_state if self.checkpoint_form == "distributed" else gathered_state
+        return form(module, self.engine)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+        """Writes one file, or a directory by all ranks."""
+        module = self.lightning_module
+        assert module is not None
+        if self._table.engine is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.checkpoint_form == "distributed":
+            save_directory(checkpoint, Path(filepath), module, self.engine)
+        else:
+            save_gathered(checkpoint, Path(filepath), self.engine, self.checkpoint_io)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes this rank's part of the rows from either form."""
+        module = self.lightning_module
+        assert module is not None
+        load_state(module, self.engine, checkpoint, strict)
+
+    # The end.
+
+    def on_train_end(self) -> None:
+        """Completes what was begun for batches that will not be trained."""
+        self.pipeline.drop()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks, or says which of them failed first; waits for none of them."""
+        super().on_exception(exception)
+        if self._board is None or self.stop.agreed:
+            return
+        step, stage = self._trainer.global_step, self._trainer.state.stage
+        cause = f"{type(exception).__name__}: {str(exception).strip()}"
+        did = "lost the connection to a rank that said nothing (was it killed?)" if lost_connection(exception) else "failed"
+        own = f"rank {self.global_rank} {did} in {stage.value if stage else 'setup'} at step {step}: {cause}"
+        first = self._board.failed_elsewhere or self._board.report(own)
+        if first != own and not first.endswith(cause):
+            exception.args = (f"{first}\n(rank {self.global_rank} ends with it: {cause})",)
+
+    def teardown(self) -> None:
+        """A table that lies in this process as a whole is given back."""
+        if self._board is not None:
+            self._board.close()
+        if hasattr(self, "engine") and self.topology.group_size == 1:
+            self.engine.close()
+            self._table.engine = None
+        super().teardown()
+
+    @property
+    def failed_elsewhere(self) -> str | None:
+        """What another rank said when it failed: which, when and why; None if none did."""
+        return None if self._board is None else self._board.failed_elsewhere
+
+    def agree_to_stop(self) -> int:
+        """The signal that any rank was sent, or 0; all ranks call it at the same point, and wait for each other."""
+        if self.world_size > 1:
+            self.stop.agree(max(gather_numbers(self.stop.asked, self.topology.host_pg)))
+        return self.stop.agreed
+
+    # Within.
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _table(self) -> EmbeddingTable:
+        assert self.lightning_module is not None
+        return only_table(self.lightning_module)
+
+    def _shard(self, table: EmbeddingTable) -> None:
+        if not hasattr(self, "topology"):
+            groups = choose_groups(self.groups, self.world_size, self.num_nodes)
+            self.topology = HSPTopology.build(groups, self.root_device.type, self._timeout or timedelta(minutes=30))
+        if table.engine is None:
+            sharding = Sharding.of_kind(self.sharding, table.spans, table.dim, self.topology.group_size, self.root_device.type)
+            self.engine = SparseEngine(table, self.topology, sharding, self.exchange)
+        elif table.engine is not getattr(self, "engine", None):
+            raise ConfigurationError(
+                "the model's tables have already been divided among the ranks by another trainer: go on with that one, or "
+                "make a new model and give it the checkpoint (ckpt_path)"
+            )
+        self.engine.discard()
+
+    def _to_device(self, host: Any) -> Any:
+        return super().batch_to_device(self.precision_plugin.convert_input(host))
+
+    def _draw_other_masks(self) -> None:
+        """Seeds this rank by a draw of what is one stream on all ranks: rank 0 drops what one process does, others not."""
+        draw = int(torch.randint(2**62, ()))
+        torch.manual_seed((draw + self.global_rank * 0x9E3779B97F4A7C15) % 2**63)
+
+    def _sparse_lr_scale(self) -> float:
+        if self.sparse_lr == "constant" or not self.optimizers:
+            return 1.0
+        group = self.optimizers[0].param_groups[0]
+        return group["lr"] / group.get("initial_lr", group["lr"])
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        self.stop.ask(signum)
+        if self.launcher is not None:
+            self.launcher.kill(signal.Signals(signum))
+
+    def _raise_sigterm(self) -> None:
+        if self.stop.agreed and not self.stop.taken:
+            self._trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
+
+
+def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"TurboGRStrategy: {option} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _close_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
