@@ -79,7 +79,28 @@ def test_state_does_not_grow_with_users():
     for _ in range(5):
         metrics.update(torch.arange(1000))
     sizes = [state.numel() for metric in metrics.values() for state in metric.metric_state.values()]
-    assert sorted(sizes) == [1, 1, 11, 11]
+    assert sorted(sizes) == [1, 2, 11, 11]
+
+
+def test_any_way_of_sharing_users_gives_the_same_bits():
+    ranks = torch.randint(0, 10**6, (5000,), generator=torch.Generator().manual_seed(0)).pow(2) // 10**6
+    whole = retrieval_metrics([1, 10, 200])
+    whole.update(ranks)
+    expected = whole.compute()
+    assert float(expected["MRR"]) == pytest.approx(float((1 / (ranks.double() + 1)).mean()), rel=1e-7)
+    for parts in (2, 3, 7, 6000):  # of 6000 parts some are empty
+        shared = [retrieval_metrics([1, 10, 200]) for _ in range(3)]
+        for number, part in enumerate(ranks.tensor_split(parts)):
+            shared[number % 3].update(part)
+        # What torchmetrics does with the states of several processes.
+        for name, metric in shared[0].items():
+            for state in metric.metric_state:
+                setattr(metric, state, sum(getattr(each[name], state) for each in shared))
+        assert {name: float(value) for name, value in shared[0].compute().items()} == {
+            name: float(value) for name, value in expected.items()
+        }
+    halves = [float((1 / (part.double() + 1)).sum()) for part in ranks.tensor_split(7)]
+    assert sum(halves) != float((1 / (ranks.double() + 1)).sum()), "negative control: sums of float64 depend on it"
 
 
 def test_without_users_is_zero_with_a_warning():

@@ -1,7 +1,8 @@
 """HR@K, NDCG@K and MRR of one relevant item a user, from the ranks that `turbogr.ops.catalogue.target_ranks` gives.
 
-No score and no list of ranks is kept. HitRate and NDCG count how often each rank below the largest K occurred: whole numbers,
-whose sums do not depend on the order of batches or the number of processes, and which give every K at once.
+No score and no list of ranks is kept. HitRate and NDCG count how often each rank below the largest K occurred, which gives
+every K at once; MRR sums its terms in fixed point. All are whole numbers, whose sums do not depend on the order of batches or
+on how users are shared out: several processes give the very numbers of one.
 """
 
 from __future__ import annotations
@@ -86,17 +87,21 @@ class NDCG(_RankHistogram):
         return 1 / torch.arange(2, self.top_k[-1] + 2, dtype=torch.float64, device=self.histogram.device).log2()
 
 
+_WORD = 26
+"""Bits of each of the two words of MRR's sums; 2^37 users fit."""
+
+
 class MRR(Metric):
-    """Mean reciprocal rank over the whole catalogue: the mean of 1 / (rank + 1)."""
+    """Mean reciprocal rank over the whole catalogue: the mean of 1 / (rank + 1), each rounded to a multiple of 2^-52."""
 
     higher_is_better = True
     full_state_update = False
-    total: Tensor
+    words: Tensor  # int64 [2], upper and lower halves of the sum of 2^52 / (rank + 1)
     users: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("words", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("users", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, ranks: Tensor) -> None:
@@ -106,7 +111,8 @@ class MRR(Metric):
             ranks: int64 [B], rank of each user's target, 0 is best.
         """
         _check_ranks(ranks)
-        self.total = self.total + (1 / (ranks.double() + 1)).sum()
+        terms = (2.0 ** (2 * _WORD) / (ranks.double() + 1)).round().long()
+        self.words = self.words + torch.stack([(terms >> _WORD).sum(), (terms & (2**_WORD - 1)).sum()])
         self.users = self.users + ranks.numel()
 
     def compute(self) -> dict[str, Tensor]:
@@ -115,7 +121,8 @@ class MRR(Metric):
         Returns:
             {"MRR": float32 scalar}; 0 without any user, with torchmetrics' warning.
         """
-        return {"MRR": (self.total / self.users.clamp(min=1)).float()}
+        upper, lower = self.words.double()
+        return {"MRR": ((upper + lower / 2**_WORD) / 2**_WORD / self.users.clamp(min=1)).float()}
 
 
 def retrieval_metrics(top_k: Sequence[int] = (10,), prefix: str | None = None) -> MetricCollection:

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from turbogr.callbacks.predictions import PredictionWriter
+from turbogr.data.samplers import share
 from turbogr.errors import ConfigurationError
 from turbogr.ops.catalogue import top_items
 
@@ -114,7 +115,84 @@ def test_data_without_original_ids(tmp_path):
         predict(tmp_path, data=DataLoader(torch.arange(3)))
 
 
-def test_several_processes_are_refused(tmp_path):
-    trainer = SimpleNamespace(world_size=2, datamodule=Data(), default_root_dir=str(tmp_path))
-    with pytest.raises(ConfigurationError, match="this run has 2"):
-        PredictionWriter().on_predict_start(trainer, None)
+def consecutive(users, rank, ranks):
+    return users[share(len(users), rank, ranks)]
+
+
+class Ranks:
+    """Every rank's trainer and writer, which go through the hooks one rank after the other."""
+
+    def __init__(self, folder, ranks, barrier=lambda name: None):
+        self.trainers = [
+            SimpleNamespace(
+                world_size=ranks,
+                global_rank=rank,
+                is_global_zero=rank == 0,
+                datamodule=Data(),
+                default_root_dir=str(folder),
+                strategy=SimpleNamespace(barrier=barrier),
+            )
+            for rank in range(ranks)
+        ]
+        self.writers = [PredictionWriter() for _ in range(ranks)]
+
+    def predict(self, batch_size=4, take=consecutive):
+        for rank, (trainer, writer) in enumerate(zip(self.trainers, self.writers, strict=True)):
+            writer.on_predict_start(trainer, None)
+            for number, start in enumerate(range(0, USERS, batch_size)):
+                users = torch.arange(start, min(start + batch_size, USERS))
+                users = take(users, rank, len(self.trainers))
+                writer.on_predict_batch_end(trainer, None, Model().predict_step(users, number), users, number)
+
+    def finish(self):
+        for hook in ("on_predict_end", "teardown"):
+            for trainer, writer in reversed(list(zip(self.trainers, self.writers, strict=True))):
+                getattr(writer, hook)(trainer, None, *(["predict"] if hook == "teardown" else []))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 12])
+@pytest.mark.parametrize("batch_size", [4, 11])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_several_ranks_write_the_file_of_one_process(tmp_path, ranks, batch_size, interleaved):
+    whole = Ranks(tmp_path / "one", 1)
+    whole.predict(batch_size)
+    whole.finish()
+    parts = Ranks(tmp_path / "several", ranks)
+    if interleaved:  # as Lightning's own sampler for several ranks has it
+        parts.predict(batch_size, lambda users, rank, ranks: users[rank::ranks])
+    else:
+        parts.predict(batch_size)
+    assert len(list((tmp_path / "several").iterdir())) == ranks, "each rank its own file, none of them the result"
+    parts.finish()
+    assert [file.name for file in (tmp_path / "several").iterdir()] == ["predictions.parquet"]
+    one, several = (tmp_path / name / "predictions.parquet" for name in ("one", "several"))
+    assert pq.ParquetFile(several).num_row_groups == pq.ParquetFile(one).num_row_groups
+    assert pq.read_table(several).equals(pq.read_table(one), check_metadata=True)
+    assert several.read_bytes() == one.read_bytes()
+
+
+def test_a_rank_that_fails_leaves_the_old_file_and_no_other(tmp_path):
+    predict(tmp_path)
+    before = (tmp_path / "predictions.parquet").read_bytes()
+
+    def lost(name):
+        raise RuntimeError("connection closed by peer")
+
+    ranks = Ranks(tmp_path, 2, lost)
+    ranks.predict()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        ranks.finish()
+    for trainer, writer in zip(ranks.trainers, ranks.writers, strict=True):
+        writer.on_exception(trainer, None, RuntimeError())
+    assert [file.name for file in tmp_path.iterdir()] == ["predictions.parquet"]
+    assert (tmp_path / "predictions.parquet").read_bytes() == before
+
+
+def test_a_folder_that_nodes_do_not_share(tmp_path):
+    ranks = Ranks(tmp_path, 3)
+    ranks.predict()
+    next(tmp_path.glob("*rank-1*")).unlink()
+    with pytest.raises(ConfigurationError, match=r"rank 1 wrote its predictions to .* which rank 0 does not see"):
+        ranks.finish()
+    ranks.writers[0].on_exception(ranks.trainers[0], None, RuntimeError())
+    assert not (tmp_path / "predictions.parquet").exists()

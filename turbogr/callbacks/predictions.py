@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from turbogr.errors import ConfigurationError
+
+_ROW = "user_row"
+"""Column of the ranks' own files by which rank 0 orders them."""
 
 
 class OriginalIds(Protocol):
@@ -37,7 +38,7 @@ class PredictionData(Protocol):
         """The prepared data."""
 
 
-class PredictionWriter(BasePredictionWriter):
+class PredictionWriter(Callback):
     """Writes what `predict_step` returns, batch by batch, and never holds more than one batch.
 
     `predict_step` returns (user rows int64 [B], item rows int64 [B, K], scores float [B, K]), best items first; item row -1
@@ -50,75 +51,104 @@ class PredictionWriter(BasePredictionWriter):
     It gets its name only once it is complete. Call `trainer.predict(..., return_predictions=False)`, else Lightning keeps every
     batch in memory.
 
+    With several ranks each writes a file of its own beside it, and in the end rank 0 makes them one, in the order of user rows
+    within each batch: the file that one process with a batch of all ranks' users writes. The folder must be one that all nodes
+    see.
+
     Args:
         path: the file; None is predictions.parquet in the run folder (`Trainer(default_root_dir=...)`).
 
     Raises:
-        ConfigurationError: predicting on several devices, without a data module that knows the original ids, or with a
-            `predict_step` that returns something else.
+        ConfigurationError: predicting without a data module that knows the original ids, with a `predict_step` that returns
+            something else, or in a folder where rank 0 does not find what the others wrote.
     """
 
+    # Not Lightning's BasePredictionWriter, for which it would keep the row of every user in memory.
+
     def __init__(self, path: str | Path | None = None) -> None:
-        super().__init__(write_interval="batch")
         self.path = None if path is None else Path(path)
         self._writer: pq.ParquetWriter | None = None
-        self._users = 0
+        self._batches = 0
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks the data module and prepares the folder."""
-        if trainer.world_size > 1:
-            raise ConfigurationError(
-                f"predictions are written by one process, but this run has {trainer.world_size}: set trainer.devices and "
-                "trainer.num_nodes to 1"
-            )
         self._ids(trainer)
         self._target(trainer).parent.mkdir(parents=True, exist_ok=True)
-        self._users = 0
+        self._batches = 0
 
-    def write_on_batch_end(
+    def on_predict_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
+        outputs: Any,
         batch: Any,
         batch_idx: int,
-        dataloader_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Appends one batch."""
-        table = _table(self._ids(trainer), *_checked(prediction))
+        users, items, scores = _checked(outputs)
+        table = _table(self._ids(trainer), users, items, scores)
+        if trainer.world_size > 1:
+            table = table.append_column(_ROW, pa.array(users))
         if self._writer is None:
-            self._writer = pq.ParquetWriter(self._partial(trainer), table.schema)
-        self._writer.write_table(table)
-        self._users += table.num_rows
+            self._writer = pq.ParquetWriter(self._own(trainer), table.schema)
+        # One row group a batch: that is how rank 0 finds what belongs together.
+        self._writer.write_table(table if table.num_rows else self._writer.schema.empty_table())
+        self._batches += 1
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Completes this rank's file, and waits until all ranks have."""
+        self._close()
+        trainer.strategy.barrier("PredictionWriter")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Completes the file and says where it is.
+        """Rank 0 gives the file its name and says where it is.
 
         Raises:
             ConfigurationError: there was no user to predict for.
         """
-        # Not in on_predict_end, which Lightning leaves out where there is no batch.
+        # Not in on_predict_end: Lightning leaves that out where there is no batch, and the other ranks would wait meanwhile.
         if stage != "predict":
             return
-        if self._writer is None:
+        if not self._batches:
             raise ConfigurationError("nothing was predicted: the data has no user, or trainer.limit_predict_batches is 0")
-        self._close()
-        self._partial(trainer).replace(self._target(trainer))
-        rank_zero_info(f"Predictions for {self._users} users: {self._target(trainer)}")
+        if not trainer.is_global_zero:
+            return
+        partial = self._partial(trainer)
+        if trainer.world_size > 1:
+            self._merge_parts(trainer, partial)
+        users = pq.read_metadata(partial).num_rows
+        partial.replace(self._target(trainer))
+        rank_zero_info(f"Predictions for {users} users: {self._target(trainer)}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Removes the unfinished file."""
-        if self._writer is not None:
-            with suppress(OSError):  # a full disk refuses the last bytes too
-                self._close()
-            self._writer = None
+        """Removes unfinished files."""
+        if not self._batches and self._writer is None:
+            return
+        with suppress(OSError):  # a full disk refuses the last bytes too
+            self._close()
+        self._writer = None
+        self._own(trainer).unlink(missing_ok=True)
+        if trainer.is_global_zero:
             self._partial(trainer).unlink(missing_ok=True)
 
+    def _merge_parts(self, trainer: Trainer, into: Path) -> None:
+        parts = [self._part(trainer, rank) for rank in range(trainer.world_size)]
+        if absent := [path for path in parts if not path.is_file()]:
+            raise ConfigurationError(
+                f"rank {parts.index(absent[0])} wrote its predictions to {absent[0]}, which rank 0 does not see: choose a "
+                "folder that all nodes share, with trainer.default_root_dir or predictions.path"
+            )
+        try:
+            _merge(parts, into)
+        finally:
+            for path in parts:
+                path.unlink(missing_ok=True)
+
     def _close(self) -> None:
-        assert self._writer is not None
-        self._writer.close()
-        self._writer = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _target(self, trainer: Trainer) -> Path:
         return self.path or Path(trainer.default_root_dir) / "predictions.parquet"
@@ -126,6 +156,13 @@ class PredictionWriter(BasePredictionWriter):
     def _partial(self, trainer: Trainer) -> Path:
         target = self._target(trainer)
         return target.with_name(f".{target.name}.partial")
+
+    def _part(self, trainer: Trainer, rank: int) -> Path:
+        target = self._target(trainer)
+        return target.with_name(f".{target.name}.rank-{rank}.partial")
+
+    def _own(self, trainer: Trainer) -> Path:
+        return self._partial(trainer) if trainer.world_size == 1 else self._part(trainer, trainer.global_rank)
 
     @staticmethod
     def _ids(trainer: Trainer) -> OriginalIds:
@@ -164,3 +201,24 @@ def _table(ids: OriginalIds, users: np.ndarray, items: np.ndarray, scores: np.nd
             "scores": pa.ListArray.from_arrays(offsets, pa.array(scores[kept], pa.float32())),
         }
     )
+
+
+def _merge(parts: list[Path], into: Path) -> None:
+    """Makes one file of the ranks': row group by row group, each in the order of user rows."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(pq.ParquetFile(path)) for path in parts]
+        writer = None
+        for batch in range(max(file.num_row_groups for file in files)):
+            # A rank without a single user does not know the types of its columns.
+            shares = [file for file in files if batch < file.num_row_groups and file.metadata.row_group(batch).num_rows]
+            if shares:
+                table = pa.concat_tables([file.read_row_group(batch) for file in shares]).sort_by(_ROW).drop_columns(_ROW)
+                if writer is None:
+                    writer = stack.enter_context(pq.ParquetWriter(into, _plain(table.schema)))
+                writer.write_table(table.cast(writer.schema).combine_chunks())
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """The schema that `_table` made, from one that was read back: without the numbers that Parquet gives to columns."""
+    user, items = schema.field("user_id").type, schema.field("item_ids").type.value_type
+    return pa.schema({"user_id": user, "item_ids": pa.list_(items), "scores": pa.list_(pa.float32())})

@@ -10,7 +10,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -147,7 +148,8 @@ class Report(Callback):
         top_k = sorted(int(name.removeprefix("HR@")) for name in results["model"] if name.startswith("HR@"))
         data = trainer.datamodule  # type: ignore[attr-defined]
         if self.baselines and top_k and isinstance(data, EvaluationData):
-            results |= evaluate_baselines(data, top_k, self.seed, pl_module.device)
+            with _alone(data):
+                results |= evaluate_baselines(data, top_k, self.seed, pl_module.device)
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint = str(trainer.ckpt_path) if trainer.ckpt_path else None
@@ -232,6 +234,16 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@contextmanager
+def _alone(data: Any) -> Iterator[None]:
+    """Outside its trainer, of whose ranks it would give this one's share, a data module gives all users."""
+    trainer, data.trainer = getattr(data, "trainer", None), None
+    try:
+        yield
+    finally:
+        data.trainer = trainer
 
 
 def _metrics_logger(trainer: Trainer) -> MetricsLogger | None:

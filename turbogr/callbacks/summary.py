@@ -28,11 +28,15 @@ class Summary(Callback):
             return
         dense = sum(parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad)
         table = pl_module.embeddings
-        rows, width = table.weight.shape
+        name = type(pl_module.backbone).__name__
         state = sum(buffer.nbytes for buffer in table.optimizer.buffers())
+        here = f" of them {len(table.weight):,} on rank 0," if len(table.weight) < table.num_rows else ""
         lines = [
-            f"{type(pl_module.backbone).__name__}: {dense:,} dense parameters; item table of {rows:,} rows x {width}, "
-            f"{in_bytes(table.weight.nbytes)} and {in_bytes(state)} of its {type(table.optimizer).__name__}",
+            f"{name}: {dense:,} dense parameters; item table of {table.num_rows:,} rows x {table.dim},"
+            f"{here} {in_bytes(table.weight.nbytes)} and {in_bytes(state)} of its {type(table.optimizer).__name__}",
             f"data: {data.num_users:,} users, {data.num_items:,} items, {data.num_training_tokens:,} training tokens an epoch",
         ]
+        if trainer.world_size > 1:
+            users = data.batch_size * trainer.world_size
+            lines.append(f"{trainer.world_size} ranks: a step has {users:,} users, {data.batch_size:,} on each rank")
         print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from turbogr.batch import JaggedBatch
@@ -13,20 +14,22 @@ METRIC = "train/tokens_per_second"
 
 
 class Throughput(Callback):
-    """Logs "train/tokens_per_second": this process's tokens over the time since the last log.
+    """Logs "train/tokens_per_second": the tokens of all ranks over the time since the last log.
 
     The time includes waiting for data and everything else between two training steps, except validation. The progress bar
     shows the value at every step; loggers get it every `Trainer(log_every_n_steps=...)` steps, and then a new average begins.
-    On devices that work asynchronously a single step's value is not to be trusted, the logged average is.
+    On devices that work asynchronously a single step's value is not to be trusted, the logged average is. With several ranks
+    their tokens are summed, and the value shown, only when loggers want it: no step in between waits for others or a device.
 
     Attributes:
-        tokens: int, tokens trained in this fit.
-        seconds: float, time they took, validation excluded.
+        tokens: int, tokens that all ranks have trained in this fit, up to the last time they were summed.
+        seconds: float, time they took on this rank, validation excluded.
     """
 
     def __init__(self) -> None:
         self.tokens, self.seconds = 0, 0.0
         self._tokens_logged, self._seconds_logged = 0, 0.0
+        self._own, self._elapsed = 0, 0.0  # this rank's tokens that are not yet in `tokens`; the clock
         self._since: float | None = None  # when the running clock was started; None while it stands still
         self._paused = False
 
@@ -39,6 +42,7 @@ class Throughput(Callback):
         """Starts from zero."""
         self.tokens, self.seconds = 0, 0.0
         self._tokens_logged, self._seconds_logged = 0, 0.0
+        self._own, self._elapsed = 0, 0.0
         self._since = perf_counter()
 
     def on_train_batch_end(
@@ -47,13 +51,17 @@ class Throughput(Callback):
         """Counts a step and logs the average."""
         self._stop_clock()
         self._since = perf_counter()
-        self.tokens += batch.num_tokens
+        self._own += batch.num_tokens
+        # The same question that Lightning's own monitors ask: do loggers get this step's values? All ranks answer alike.
+        logged = trainer._logger_connector.should_update_logs
+        if not logged and trainer.world_size > 1:
+            return
+        self._sum(trainer)
         seconds = self.seconds - self._seconds_logged
         if seconds > 0:
             value = (self.tokens - self._tokens_logged) / seconds
             pl_module.log(METRIC, value, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
-        # The same question that Lightning's own monitors ask: do loggers get this step's values?
-        if trainer._logger_connector.should_update_logs:
+        if logged:
             self._tokens_logged, self._seconds_logged = self.tokens, self.seconds
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -67,10 +75,18 @@ class Throughput(Callback):
             self._since = perf_counter()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops the clock."""
+        """Stops the clock and sums what is left."""
         self._stop_clock()
+        self._sum(trainer)
+
+    def _sum(self, trainer: Trainer) -> None:
+        tokens = self._own
+        if trainer.world_size > 1:
+            device = trainer.strategy.root_device
+            tokens = int(trainer.strategy.reduce(torch.tensor(tokens, device=device), reduce_op="sum"))
+        self.tokens, self.seconds, self._own = self.tokens + tokens, self._elapsed, 0
 
     def _stop_clock(self) -> None:
         if self._since is not None:
-            self.seconds += perf_counter() - self._since
+            self._elapsed += perf_counter() - self._since
             self._since = None

@@ -228,9 +228,10 @@ class GenerativeRetriever(pl.LightningModule):
         self._log_metrics(self.test_metrics)
 
     def _log_metrics(self, metrics: MetricCollection) -> None:
-        # Lightning logs metrics of one value only; ours give one for each K, and are computed and reset here.
+        # Lightning logs metrics of one value only; ours give one for each K, and are computed, over all ranks, and reset here.
+        # They are equal on all ranks, which Lightning cannot know: their maximum is what it may take for synchronised.
         for name, value in metrics.compute().items():
-            self.log(name, value, prog_bar=name in ("val/HR@10", "val/NDCG@10"))
+            self.log(name, value, prog_bar=name in ("val/HR@10", "val/NDCG@10"), sync_dist=True, reduce_fx="max")
         metrics.reset()
         self._end_ranking()
 
