@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,44 +53,56 @@ def some_triples(seed: int = 0, users: int = 20, events: int = 400) -> list[tupl
 
 
 def naive_histories(
-    triples: Sequence[tuple[int, int, int]],
+    events: Sequence[tuple[Any, ...]],
     repeats: str = "keep",
     k: int = 0,
     passes: int | None = None,
     max_length: int | None = None,
-) -> dict[int, list[tuple[int, int]]]:
-    """Histories [(item, time)] by user of events in reading order: every rule of `prepare`, in the slowest and plainest way."""
-    ordered = sorted(triples, key=lambda triple: (triple[0], triple[2]))  # Python's sort is stable
+) -> dict[Any, list[tuple[Any, ...]]]:
+    """Histories [(item, time, features…)] by user of events (user, item, time, features…) in reading order.
+
+    Every rule of `prepare`, in the slowest and plainest way.
+    """
+    ordered = sorted(events, key=lambda event: (event[0], event[2]))  # Python's sort is stable
     if repeats != "keep":
         seen, kept = set(), []
-        for triple in ordered if repeats == "first" else reversed(ordered):
-            if triple[:2] not in seen:
-                seen.add(triple[:2])
-                kept.append(triple)
+        for event in ordered if repeats == "first" else reversed(ordered):
+            if event[:2] not in seen:
+                seen.add(event[:2])
+                kept.append(event)
         ordered = kept if repeats == "first" else kept[::-1]
     rounds = 0
     while k and (passes is None or rounds < passes):
-        users, items = Counter(u for u, _, _ in ordered), Counter(i for _, i, _ in ordered)
-        left = [(u, i, t) for u, i, t in ordered if users[u] >= k and items[i] >= k]
+        users, items = Counter(event[0] for event in ordered), Counter(event[1] for event in ordered)
+        left = [event for event in ordered if users[event[0]] >= k and items[event[1]] >= k]
         if len(left) == len(ordered):
             break
         ordered, rounds = left, rounds + 1
-    histories: dict[int, list[tuple[int, int]]] = {}
-    for user, item, time in ordered:
-        histories.setdefault(user, []).append((item, time))
+    histories: dict[Any, list[tuple[Any, ...]]] = {}
+    for user, *rest in ordered:
+        histories.setdefault(user, []).append(tuple(rest))
     if max_length is not None:
         histories = {user: history[-max_length:] for user, history in histories.items()}
     return {user: history for user, history in histories.items() if len(history) >= 3}
 
 
-def stored_histories(folder: Path) -> dict[int, list[tuple[int, int]]]:
-    """The same from a prepared folder, in original ids."""
+def stored_histories(folder: Path) -> dict[Any, list[tuple[Any, ...]]]:
+    """The same from a prepared folder, in original ids and values."""
     data = PreparedData.open(folder)
     users = data.user_ids(np.arange(data.num_users)).to_pylist()
-    items = data.item_ids(data.items).to_pylist()
-    times = data.times.tolist()
+    columns = [data.item_ids(data.items).to_pylist(), data.times.tolist()]
+    for name, rows in data.event_features.items():
+        values = data.feature_values(name).to_pylist()
+        columns.append([values[row] for row in rows])
     bounds = data.offsets.tolist()
-    return {
-        user: list(zip(items[start:end], times[start:end], strict=True))
-        for user, start, end in zip(users, bounds, bounds[1:], strict=False)
-    }
+    events = list(zip(*columns, strict=True))
+    return {user: events[start:end] for user, start, end in zip(users, bounds, bounds[1:], strict=False)}
+
+
+def stored_item_values(folder: Path, name: str) -> dict[Any, Any]:
+    """The value of a feature of items, by original item id."""
+    data = PreparedData.open(folder)
+    (rows,) = (table.item_rows for table in data.features if table.name == name)
+    assert rows is not None
+    values = data.feature_values(name).to_pylist()
+    return {item: values[row] for item, row in zip(data.item_ids(np.arange(data.num_items)).to_pylist(), rows, strict=True)}

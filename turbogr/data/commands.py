@@ -76,6 +76,10 @@ def _prepare(args: argparse.Namespace) -> None:
         k_core=args.k_core,
         k_core_passes=args.k_core_passes,
         max_length=args.max_length,
+        features=args.features,
+        item_features=tuple(args.item_features),
+        item_key=args.item_key,
+        text_features=args.text_features,
         protocol=args.protocol,
         memory_limit=args.memory_limit,
     )
@@ -153,6 +157,23 @@ def _add_prepare_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--max-length", type=int, metavar="N", help="keep the newest N events of a user (default: all)")
     command.add_argument("--protocol", choices=PROTOCOLS, default=default.protocol, help="how the last events are held out")
     command.add_argument("--memory-limit", default=default.memory_limit, metavar="SIZE", help="DuckDB's (default: %(default)s)")
+    group = command.add_argument_group("features")
+    group.add_argument(
+        "--features",
+        type=_names,
+        default=(),
+        metavar="A,B,…",
+        help="categories of each event: movielens `rating`; kuairand columns of the logs or `actions`; events: columns by name",
+    )
+    group.add_argument(
+        "--item-features",
+        action="append",
+        default=[],
+        metavar="FILE:A,B,…",
+        help="categories of each item: columns of a table of items, such as video_features_basic_*.csv; may be repeated",
+    )
+    group.add_argument("--item-key", metavar="COLUMN", help="column of items in these tables (default: the source's own)")
+    group.add_argument("--text-features", type=_names, default=(), metavar="A,B,…", help="features that are text in any case")
     group = command.add_argument_group("kuairand")
     group.add_argument(
         "--signals",
@@ -172,8 +193,12 @@ def _add_prepare_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--string-ids", action="store_true", help="ids are text")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
 def _signals(text: str) -> tuple[str, ...]:
-    return () if text == "none" else tuple(name.strip() for name in text.split(","))
+    return () if text == "none" else _names(text)
 
 
 def _passes(text: str) -> int | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,6 +26,7 @@ _PROTOCOLS = {
 }
 _PERCENTILES = ("min", "p10", "p50", "p90", "p99", "max", "mean")
 _BINS_PER_DOUBLING = 4
+_FREQUENT = 3  # values of a feature that are shown
 _INK, _MUTED, _GRID, _LENGTHS, _ITEMS = "#1f2933", "#616e7c", "#e4e7eb", "#2f6f9f", "#b4532a"
 
 
@@ -88,6 +90,11 @@ def print_manifest(manifest: dict[str, Any], path: Path, console: Console | None
     row = [f"{lengths[name]:,.1f}".removesuffix(".0") for name in _PERCENTILES if name in lengths]
     console.print(_table("Events of a user", [name for name in _PERCENTILES if name in lengths], [row], left=0))
 
+    if manifest.get("features"):
+        columns = ("feature", "of", "most frequent", "rows", "missing")
+        rows = [_feature(feature, path) for feature in manifest["features"]]
+        console.print(_table("Features", columns, rows, left=3))
+
     options = [(name, _plain(value)) for name, value in sorted(manifest["options"].items())]
     console.print(_table("Options", ("option", "value"), options, left=2))
     rows = [(file["path"], f"{file['bytes']:,}", file["sha256"].removeprefix("sha256:")[:16] + "…") for file in files]
@@ -105,9 +112,21 @@ def _table(title: str, columns: Sequence[str], rows: Any, left: int = 1) -> Tabl
     return table
 
 
+def _feature(feature: dict[str, Any], path: Path) -> tuple[str, ...]:
+    """The row of a feature: its size, how much is missing, and its most frequent values."""
+    table = pq.read_table(path / feature["map"], columns=["value", "count"])
+    counts = table["count"].to_numpy()
+    most = 1 + np.argsort(-counts[1:], kind="stable")[:_FREQUENT]
+    values = table["value"].take(pa.array(most)).to_pylist()
+    shown = ", ".join(f"{value} ({counts[row] / counts.sum():.1%})" for value, row in zip(values, most, strict=True))
+    return feature["name"], f"{feature['side']}s", shown, f"{feature['rows']:,}", f"{counts[0] / counts.sum():.1%}"
+
+
 def _plain(value: Any) -> str:
     if value is None:
         return "not set"
+    if value == []:
+        return "none"
     return ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)
 
 

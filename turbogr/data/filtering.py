@@ -1,10 +1,11 @@
 """Filters over events that are already ordered: repeats, k-core, newest, long enough.
 
-The events lie in two flat files, users one after the other; a filter reads them from start to end in pieces of whole users and
-writes what it keeps to two new ones. Memory is bounded by the numbers of users and items, never by the number of events.
+The events lie in flat files, one a column, users one after the other; a filter reads them from start to end in pieces of whole
+users and writes what it keeps to new ones. Memory is bounded by the numbers of users and items, never by the number of events.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,14 @@ class Chunk:
         lengths: int64 [u], events of each user.
         items: int32 [e], item rows.
         times: int64 [e], times.
+        features: int32 [e] each, codes of every feature of events.
     """
 
-    def __init__(self, first_user: int, lengths: np.ndarray, items: np.ndarray, times: np.ndarray) -> None:
+    def __init__(
+        self, first_user: int, lengths: np.ndarray, items: np.ndarray, times: np.ndarray, *features: np.ndarray
+    ) -> None:
         self.first_user, self.lengths, self.items, self.times = first_user, lengths, items, times
+        self.features = features
 
     @property
     def users(self) -> np.ndarray:
@@ -47,24 +52,28 @@ class EventStore:
         item_counts: int64 [V], events left of every item.
     """
 
-    def __init__(self, folder: Path, num_items: int) -> None:
+    def __init__(self, folder: Path, num_items: int, num_features: int = 0) -> None:
         """Make an empty store.
 
         Args:
             folder: an existing folder for its files.
             num_items: number of item rows V.
+            num_features: number of features that every event has.
         """
         self._folder = folder
+        self._columns: list[tuple[str, type[np.generic]]] = [("items", np.int32), ("times", np.int64)]
+        self._columns += [(f"feature_{number}", np.int32) for number in range(num_features)]
         self._generation = 0
         self.lengths = np.zeros(0, dtype=np.int64)
         self.item_counts = np.zeros(num_items, dtype=np.int64)
 
-    def fill(self, lengths: np.ndarray, blocks: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
+    def fill(self, lengths: np.ndarray, blocks: Iterator[tuple[np.ndarray, ...]]) -> None:
         """Write all events.
 
         Args:
             lengths: int64 [U], events of every user.
-            blocks: item rows (int32) and times (int64) of successive events, users one after the other.
+            blocks: item rows (int32), times (int64) and each feature's codes (int32) of successive events, users one after the
+                other.
         """
         self._write(lengths, blocks)
 
@@ -73,15 +82,14 @@ class EventStore:
         total = int(self.lengths.sum())
         if total == 0:
             return
-        items = np.memmap(self._file("items"), dtype=np.int32, mode="r", shape=(total,))
-        times = np.memmap(self._file("times"), dtype=np.int64, mode="r", shape=(total,))
+        columns = [np.memmap(self._file(name), dtype, mode="r", shape=(total,)) for name, dtype in self._columns]
         ends = np.cumsum(self.lengths)
         user, start = 0, 0
         while user < len(ends):
             # Whole users only; one user longer than a chunk is a chunk of its own.
             last = max(int(np.searchsorted(ends, start + CHUNK_EVENTS, side="right")), user + 1)
             end = int(ends[last - 1])
-            yield Chunk(user, self.lengths[user:last], np.asarray(items[start:end]), np.asarray(times[start:end]))
+            yield Chunk(user, self.lengths[user:last], *(np.asarray(column[start:end]) for column in columns))
             user, start = last, end
 
     def keep(self, mask_of: Mask) -> None:
@@ -92,13 +100,20 @@ class EventStore:
         """
         lengths = np.zeros_like(self.lengths)
 
-        def kept() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        def kept() -> Iterator[tuple[np.ndarray, ...]]:
             for chunk in self.chunks():
                 mask = mask_of(chunk)
                 lengths[chunk.first_user : chunk.first_user + len(chunk.lengths)] = chunk.per_user(mask)
-                yield chunk.items[mask], chunk.times[mask]
+                yield tuple(column[mask] for column in (chunk.items, chunk.times, *chunk.features))
 
         self._write(lengths, kept())
+
+    def feature_counts(self, number: int, size: int) -> np.ndarray:
+        """Count how often each code of a feature is left: int64 [size]."""
+        counts = np.zeros(size, dtype=np.int64)
+        for chunk in self.chunks():
+            np.add(counts, np.bincount(chunk.features[number], minlength=size), out=counts)
+        return counts
 
     def counts(self) -> dict[str, int]:
         """Count events, users and items that are left."""
@@ -111,16 +126,17 @@ class EventStore:
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}.{self._generation}"
 
-    def _write(self, lengths: np.ndarray, blocks: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
-        old = [self._file(name) for name in ("items", "times")]
-        new = [self._folder / f"{name}.{self._generation + 1}" for name in ("items", "times")]
+    def _write(self, lengths: np.ndarray, blocks: Iterator[tuple[np.ndarray, ...]]) -> None:
+        old = [self._file(name) for name, _ in self._columns]
+        new = [self._folder / f"{name}.{self._generation + 1}" for name, _ in self._columns]
         counts = np.zeros_like(self.item_counts)
-        # Plain writes: a full disk is an OSError here, where a write through a memory map would kill the process.
-        with new[0].open("wb") as items_file, new[1].open("wb") as times_file:
-            for items, times in blocks:
-                items_file.write(np.ascontiguousarray(items).data)
-                times_file.write(np.ascontiguousarray(times).data)
-                np.add(counts, np.bincount(items, minlength=len(counts)), out=counts)
+        with ExitStack() as stack:
+            # Plain writes: a full disk is an OSError here, where a write through a memory map would kill the process.
+            files = [stack.enter_context(file.open("wb")) for file in new]
+            for block in blocks:
+                for stream, column in zip(files, block, strict=True):
+                    stream.write(np.ascontiguousarray(column).data)
+                np.add(counts, np.bincount(block[0], minlength=len(counts)), out=counts)
         for file in old:
             file.unlink(missing_ok=True)
         self._generation += 1

@@ -17,10 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from turbogr import __version__
+from turbogr.data.encoding import EventFeatures, FeatureFiles, ItemFeatures
 from turbogr.data.filtering import EventStore, drop_repeats, drop_short, k_core, keep_newest
 from turbogr.data.manifest import MIN_EVENTS, PROTOCOLS, ContentHash, length_percentiles, write_manifest
+from turbogr.data.sources.categories import check_names
 from turbogr.data.sources.common import Intake, Source
 from turbogr.data.sources.events import Events
+from turbogr.data.sources.item_tables import ItemTable
 from turbogr.data.sources.kuairand import SIGNALS, KuaiRand
 from turbogr.data.sources.movielens import MovieLens
 from turbogr.data.sources.sequences import Sequences
@@ -40,7 +43,10 @@ _BELONGS = {
     "where": ("events",),
     "time_unit": ("events",),
     "string_ids": ("events", "sequences"),
+    "features": ("movielens", "kuairand", "events"),
 }
+# What they mean is in the arrays and values of the features, which the content hash covers; a path of a file is not meant.
+_OF_FEATURES = ("features", "item_features", "item_key", "text_features")
 _ROW_GROUP = 1 << 20
 
 
@@ -62,6 +68,11 @@ class PrepareOptions:
         k_core: least number of events of every user and item; 0 is off; None is 5 for kuairand, else 0.
         k_core_passes: passes of the k-core filter; None repeats it until nothing changes.
         max_length: keep the newest so many events of each user; None keeps all.
+        features: features of events: movielens ``rating``; kuairand categorical columns of the logs or ``actions``, all signals
+            of an event as one category; events: names of columns.
+        item_features: features of items: ``FILE:COLUMN[,COLUMN…]``, each a table (CSV or Parquet) of one row an item.
+        item_key: name of the column of items in these tables; None is the source's own (``video_id``, ``movieId``, ``item``).
+        text_features: those of the features that are text whatever their cells look like.
         protocol: ``"three_way"`` or ``"published"``; recorded, and applied by the data module.
         memory_limit: what DuckDB may use, such as ``"2GB"``; the process needs about 1 GiB more.
     """
@@ -79,6 +90,10 @@ class PrepareOptions:
     k_core: int | None = None
     k_core_passes: int | None = None
     max_length: int | None = None
+    features: tuple[str, ...] = ()
+    item_features: tuple[str, ...] = ()
+    item_key: str | None = None
+    text_features: tuple[str, ...] = ()
     protocol: Literal["three_way", "published"] = "three_way"
     memory_limit: str = "2GB"
 
@@ -116,8 +131,8 @@ class PrepareOptions:
         values["k_core"] = _K_CORE.get(source, 0) if self.k_core is None else self.k_core
         values["k_core_passes"] = self.k_core_passes or "fixpoint"
         if source == "kuairand":
-            values["signals"] = list(SIGNALS if self.signals is None else self.signals)
-        return values
+            values["signals"] = SIGNALS if self.signals is None else self.signals
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def prepare(
@@ -146,6 +161,7 @@ def prepare(
     """
     options = options or PrepareOptions()
     settings = options.resolved(source)
+    item_tables = _item_tables(source, options)
     reader = _reader(source, [Path(path) for path in paths], options)
     with workspace(Path(out)) as (folder, scratch):
         progress = Progress(
@@ -157,7 +173,7 @@ def prepare(
             console=console or Console(quiet=True),
         )
         with progress, Database(scratch, options.memory_limit) as database:
-            work = _Preparation(source, reader, settings, folder, scratch, database, progress)
+            work = _Preparation(source, reader, item_tables, settings, folder, scratch, database, progress)
             return work.run()
 
 
@@ -168,6 +184,7 @@ class _Preparation:
         self,
         source: str,
         reader: Source,
+        item_tables: list[ItemTable],
         settings: dict[str, Any],
         folder: Path,
         scratch: Path,
@@ -177,6 +194,9 @@ class _Preparation:
         self._source, self._reader, self._settings = source, reader, settings
         self._folder, self._scratch, self._database, self._progress = folder, scratch, database, progress
         self._counts: list[dict[str, Any]] = []
+        self._event_features = EventFeatures(reader.features, database)
+        self._item_tables = item_tables
+        self._item_features = [ItemFeatures(table, number, database) for number, table in enumerate(item_tables)]
 
     def run(self) -> dict[str, Any]:
         files = self._read()
@@ -184,10 +204,10 @@ class _Preparation:
         too_short = self._filter(store)
         content = ContentHash()
         # The memory limit changes how the work is done, never what comes out.
-        meaning = {name: value for name, value in self._settings.items() if name != "memory_limit"}
+        meaning = {name: value for name, value in self._settings.items() if name not in ("memory_limit", *_OF_FEATURES)}
         content.add_settings({**meaning, "source": self._source, "time_unit": self._reader.time_unit})
         lengths = store.lengths[store.lengths > 0]
-        self._write(store, content)
+        features = self._write(store, content)
         counts = store.counts()
         manifest = {
             "turbogr": __version__,
@@ -203,20 +223,29 @@ class _Preparation:
             "num_events": counts["events"],
             "length_percentiles": length_percentiles(lengths),
             "maps": {"users": "users.parquet", "items": "catalogue.parquet"},
+            "features": features,
             "content_hash": content.hexdigest(),
         }
         return write_manifest(self._folder, manifest)
 
     def _read(self) -> list[dict[str, Any]]:
         """Fill the table ``raw``; its row ids are the reading order."""
-        total = sum(file.stat().st_size for file in self._reader.files)
-        kind = "VARCHAR" if self._reader.text_ids else "BIGINT"
-        self._database.execute(f'CREATE TABLE raw ("user" {kind}, item {kind}, "time" BIGINT, dropped UTINYINT)')
-        with self._phase(f"Reading {len(self._reader.files)} file(s), {total / 1e6:,.1f} MB", total) as advance:
+        files = [*self._reader.files, *(table.file for table in self._item_tables)]
+        total = sum(file.stat().st_size for file in files)
+        with self._phase(f"Reading {len(files)} file(s), {total / 1e6:,.1f} MB", total) as advance:
             intake = Intake(advance)
-            for table in self._reader.tables(intake):
+            for number, table in enumerate(self._reader.tables(intake)):
+                if number == 0:
+                    columns = f'"user" {self._id_type}, item {self._id_type}, "time" BIGINT, dropped UTINYINT'
+                    self._database.execute(f"CREATE TABLE raw ({columns}{self._event_features.columns(table)})")
                 self._database.append("raw", table)
+            for features in self._item_features:
+                features.read(intake)
         return intake.files
+
+    @property
+    def _id_type(self) -> str:
+        return "VARCHAR" if self._reader.text_ids else "BIGINT"
 
     def _order(self) -> EventStore:
         """Number users and items by their original ids, and sort the events by (user, time, reading order)."""
@@ -244,14 +273,16 @@ class _Preparation:
                 database.execute(f"DROP TABLE {name}s")
             lengths = database.table("SELECT CAST(n AS BIGINT) AS n FROM user_rows ORDER BY row")["n"].to_numpy()
             items = int(self._counts[-1]["items"])
+            features = self._event_features
+            features.number()
             query = (
-                'SELECT item_rows.row AS item, raw."time" AS "time" FROM raw JOIN user_rows ON user_rows.id = raw."user" '
-                "JOIN item_rows ON item_rows.id = raw.item WHERE raw.dropped = 0 "
-                'ORDER BY user_rows.row, raw."time", raw.rowid'
+                f'SELECT item_rows.row AS item, raw."time" AS "time"{features.select} FROM raw '
+                f'JOIN user_rows ON user_rows.id = raw."user" JOIN item_rows ON item_rows.id = raw.item {features.joins} '
+                'WHERE raw.dropped = 0 ORDER BY user_rows.row, raw."time", raw.rowid'
             )
             batches = database.batches(query, _ROW_GROUP)
-            store = EventStore(self._scratch, items)
-            store.fill(lengths, ((batch["item"].to_numpy(), batch["time"].to_numpy()) for batch in batches))
+            store = EventStore(self._scratch, items, len(features.names))
+            store.fill(lengths, (tuple(column.to_numpy() for column in batch.columns) for batch in batches))
             database.execute("DROP TABLE raw")
             advance(1)
         return store
@@ -273,19 +304,22 @@ class _Preparation:
             self._note(f"users of >= {MIN_EVENTS} events", store.counts())
         return too_short
 
-    def _write(self, store: EventStore, content: ContentHash) -> None:
-        """Renumber what is left and write the folder's files; the hash reads them back."""
+    def _write(self, store: EventStore, content: ContentHash) -> list[dict[str, Any]]:
+        """Renumber what is left and write the folder's files; the hash reads them back. Gives the features' entries."""
         kept_users, kept_items = store.lengths > 0, store.item_counts > 0
         item_row = (np.cumsum(kept_items) - 1).astype(np.int32)
         lengths = store.lengths[kept_users]
         total = int(lengths.sum())
-        schema = pa.schema([("user", pa.int32()), ("item", pa.int32()), ("time", pa.int64())])
+        columns = [("user", pa.int32()), ("item", pa.int32()), ("time", pa.int64())]
+        schema = pa.schema(columns + [(name, pa.int32()) for name in self._event_features.names])
         folder = self._folder
+        files = FeatureFiles(folder, content)
         with self._phase("Writing", total) as advance:
             with (
                 npy(folder / "items.npy", np.int32, total) as items_file,
                 npy(folder / "times.npy", np.int64, total) as times_file,
                 pq.ParquetWriter(folder / "events.parquet", schema, compression="zstd") as events_file,
+                self._event_features.writer(store, files, self._reader.files[0]) as write_features,
             ):
                 first = 0
                 for chunk in store.chunks():
@@ -296,7 +330,8 @@ class _Preparation:
                         times = np.arange(len(items)) - np.repeat(np.cumsum(own) - own, own)
                     items_file.write(items.data)
                     times_file.write(np.ascontiguousarray(times, dtype=np.int64).data)
-                    events_file.write_table(pa.table([users, items, times], schema=schema), row_group_size=_ROW_GROUP)
+                    table = pa.table([users, items, times, *write_features(chunk)], schema=schema)
+                    events_file.write_table(table, row_group_size=_ROW_GROUP)
                     first += len(own)
                     advance(len(items))
             np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
@@ -304,11 +339,17 @@ class _Preparation:
             self._write_map("item", kept_items, store.item_counts[kept_items], folder / "catalogue.parquet", content)
             for name in ("items", "times", "offsets"):
                 content.add_array(name, np.load(folder / f"{name}.npy", mmap_mode="r"))
+            for features in self._item_features:
+                features.write(int(kept_items.sum()), files)
+        return files.entries
 
     def _write_map(self, name: str, kept: np.ndarray, counts: np.ndarray, file: Path, content: ContentHash) -> None:
         ids = self._database.table(f"SELECT id FROM {name}_rows ORDER BY row")["id"].filter(pa.array(kept))
         content.add_ids(f"{name} ids", ids)
         rows = np.arange(len(ids), dtype=np.int64)
+        if name == "item" and self._item_features:
+            self._database.execute(f'CREATE TABLE catalogue ("row" BIGINT, id {self._id_type})')
+            self._database.append("catalogue", pa.table({"row": rows, "id": ids}))
         pq.write_table(pa.table({"row": rows, "id": ids, "events": counts.astype(np.int64)}), file, compression="zstd")
 
     def _note(self, step: str, counts: dict[str, int]) -> None:
@@ -328,15 +369,30 @@ class _Preparation:
 def _reader(source: str, paths: list[Path], options: PrepareOptions) -> Source:
     if not paths:
         raise ConfigurationError("no path is given; name the log files or their folder")
+    features = options.features
     if source == "kuairand":
-        return KuaiRand(paths, SIGNALS if options.signals is None else options.signals, options.keep_hated)
+        return KuaiRand(paths, SIGNALS if options.signals is None else options.signals, options.keep_hated, features)
     if source == "movielens":
-        return MovieLens(paths, options.min_rating)
+        return MovieLens(paths, options.min_rating, features)
     if source == "sequences":
         return Sequences(paths, options.string_ids)
-    return Events(
-        paths, str(options.user), str(options.item), str(options.time), options.where, options.string_ids, options.time_unit
-    )
+    roles = str(options.user), str(options.item), str(options.time)
+    texts = options.text_features
+    return Events(paths, *roles, options.where, options.string_ids, options.time_unit, features, texts)
+
+
+def _item_tables(source: str, options: PrepareOptions) -> list[ItemTable]:
+    """The tables of ``--item-features``; the names of all features are checked."""
+    key, texts = options.item_key or options.item, options.text_features
+    tables = [ItemTable(text, source, key, options.string_ids, texts) for text in options.item_features]
+    if options.item_key is not None and not tables:
+        raise ConfigurationError("--item-key names the column of items in the tables of --item-features, but none is given")
+    names = [*options.features, *(name for table in tables for name in table.features)]
+    check_names(names)
+    for name in texts:
+        if name not in names:
+            raise ConfigurationError(f"--text-features names {name!r}, which is not among the features: {', '.join(names)}")
+    return tables
 
 
 def _flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The types of ``--where``'s columns in CSV, taken from all of their cells."""
+"""The types of the columns of ``--where`` and of features in CSV, taken from all of their cells."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ def column_types(logs: Sequence[TextLog]) -> dict[str, pa.DataType]:
     a later cell that is good.
 
     Args:
-        logs: the files, with the columns of --where as the wanted ones.
+        logs: the files; only the wanted columns of kind ``INFERRED`` are read.
 
     Returns:
         Types by name of column.

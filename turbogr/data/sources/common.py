@@ -36,7 +36,8 @@ class Kind(Enum):
     DECIMAL_TIME = "decimal time"  # the same, written as a decimal (`8.8125E8`, `881250949.0`)
     FLAG = "flag"  # 0 or 1
     NUMBER = "number"  # a decimal
-    INFERRED = "inferred"  # for --where: of the type that the whole column allows
+    TEXT = "text"  # any text, also none
+    INFERRED = "inferred"  # for --where and features: of the type that the whole column allows
 
     @property
     def arrow_type(self) -> pa.DataType | None:
@@ -47,6 +48,7 @@ class Kind(Enum):
 _ARROW_TYPES = {
     Kind.ID: pa.int64(),
     Kind.TEXT_ID: pa.string(),
+    Kind.TEXT: pa.string(),
     Kind.TIME: pa.int64(),
     Kind.DECIMAL_TIME: pa.float64(),
     Kind.FLAG: pa.uint8(),
@@ -148,6 +150,8 @@ class Place:
 def cell_fault(cell: str, kind: Kind, clock: Clock) -> str | None:
     """Say why the text of one cell is not what its column must hold, or None: the rules of every typed column, in one place."""
     cell = cell.strip(" \t")
+    if kind is Kind.TEXT:
+        return None
     if kind is Kind.TEXT_ID:
         return None if cell else "the id is empty"
     if kind in (Kind.NUMBER, Kind.DECIMAL_TIME):
@@ -190,7 +194,7 @@ def column_is_sound(values: pa.ChunkedArray, kind: Kind, clock: Clock) -> bool:
             return False
         if kind is Kind.DECIMAL_TIME and not pc.all(pc.equal(values, pc.trunc(values))).as_py():
             return False
-    if kind in (Kind.INFERRED, Kind.NUMBER):
+    if kind in (Kind.INFERRED, Kind.TEXT, Kind.NUMBER):
         return True
     extremes = pc.min_max(values).as_py()
     low, high = {Kind.ID: (0, INT64_MAX + 1), Kind.FLAG: (0, 2)}.get(kind, (clock.low, clock.high))
@@ -265,6 +269,7 @@ class Source(Protocol):
         filters: what the source's own filters keep, in their order ("not hated", ...), for the table of counts.
         files: every file, in reading order.
         text_ids: whether ids are text rather than int64.
+        features: names of the features that every event has.
     """
 
     text_ids: bool
@@ -276,6 +281,11 @@ class Source(Protocol):
 
     @property
     def files(self) -> Sequence[Path]:
+        """See the class."""
+        ...
+
+    @property
+    def features(self) -> Sequence[str]:
         """See the class."""
         ...
 
@@ -292,7 +302,8 @@ class Source(Protocol):
 
         Yields:
             Tables of ``user`` and ``item`` (int64 or string), ``time`` (int64) and ``dropped`` (uint8: 0, or the number of the
-            first of ``filters`` that drops the event, counted from 1).
+            first of ``filters`` that drops the event, counted from 1), and behind them a column for each of ``features``
+            (int64, float64 or string, always the same; null where the value is missing).
 
         Raises:
             DataError: the first thing in the logs that is not as it must be, with its file, line and column.

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from turbogr.data.sources.categories import categories
 from turbogr.data.sources.common import Clock, Intake, Kind, Place, expand, readable
 from turbogr.data.sources.text import Layout, TextLog
-from turbogr.errors import DataError
+from turbogr.errors import ConfigurationError, DataError
 
 EARLIEST = 700_000_000
 """March 1992, in seconds. MovieLens opened in 1995; a smaller number is a time that was cut off (it is the last column)."""
@@ -33,6 +34,9 @@ _BY_SUFFIX = {".dat": _DAT, ".csv": _CSV, ".data": _UDATA, ".inter": _INTER}
 _FILES = ("ratings.dat", "ratings.csv", "u.data")
 _HEAD_BYTES = 4096
 
+FEATURES = ("rating",)
+"""What may be a feature of an event."""
+
 
 class MovieLens:
     """MovieLens ratings.
@@ -41,22 +45,32 @@ class MovieLens:
         filters: ``rating >= …`` where a least rating is asked, else none.
         files: the rating files, in reading order.
         text_ids: False; ids are int64.
+        features: ``rating``, if chosen.
         time_unit: ``"s"``.
     """
 
     text_ids = False
     time_unit = "s"
 
-    def __init__(self, paths: Sequence[Path], min_rating: float | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], min_rating: float | None = None, features: Sequence[str] = ()) -> None:
         """Find the rating files.
 
         Args:
             paths: rating files, or folders that hold exactly one.
             min_rating: drop lower ratings; None keeps all.
+            features: ``("rating",)`` makes each rating a category of its event.
 
         Raises:
             DataError: a path cannot be read, or a folder holds none or several rating files.
+            ConfigurationError: there is no such feature.
         """
+        for feature in features:
+            if feature not in FEATURES:
+                raise ConfigurationError(
+                    f"--features: {feature!r} is no feature of MovieLens's ratings; choose {', '.join(FEATURES)} (columns of "
+                    "movies.csv are given with --item-features)"
+                )
+        self.features = tuple(features)
         self._min_rating = min_rating
         self.filters = [] if min_rating is None else [f"rating >= {min_rating:g}"]
         self.files = expand(paths, _ratings_of)
@@ -70,7 +84,8 @@ class MovieLens:
                 dropped = np.zeros(len(table), dtype=np.uint8)
                 if self._min_rating is not None:
                     dropped[rating.to_numpy() < self._min_rating] = 1
-                yield pa.table([user, movie, time, pa.array(dropped)], names=["user", "item", "time", "dropped"])
+                columns = [user, movie, time, pa.array(dropped), *(categories(rating) for _ in self.features)]
+                yield pa.table(columns, names=["user", "item", "time", "dropped", *self.features])
 
 
 def _layout_of(file: Path) -> Layout:

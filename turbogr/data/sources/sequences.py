@@ -23,11 +23,13 @@ class Sequences:
         filters: none.
         files: the files, in reading order.
         text_ids: whether ids are text rather than int64.
+        features: none.
         time_unit: ``"none"``.
     """
 
     time_unit = "none"
     filters: Sequence[str] = ()
+    features: Sequence[str] = ()
 
     def __init__(self, paths: Sequence[Path], text_ids: bool = False) -> None:
         """Find the files.

@@ -264,7 +264,7 @@ class TextLog:
             line = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             # Formats of numbers only are read whatever the encoding of columns that nobody wants.
-            if {Kind.TEXT_ID, Kind.INFERRED} & set(layout.wanted.values()):
+            if {Kind.TEXT_ID, Kind.TEXT, Kind.INFERRED} & set(layout.wanted.values()):
                 column = self._name(line_of(raw[: error.start]).count(layout.delimiter))
                 return column, f"byte {raw[error.start : error.start + 1]!r} is not UTF-8; convert the file to UTF-8"
             line = raw.decode("latin-1")
@@ -286,7 +286,7 @@ class TextLog:
             if cell:
                 pa.array([cell.strip(" \t")]).cast(expected)
         except pa.ArrowInvalid:
-            return f"{shorten(cell)} is not of type {expected}, as most of the column is; --where would compare text"
+            return f"{shorten(cell)} is not of type {expected}, as most of the column is"
         return None
 
     def _at(self, line: int) -> Place:
