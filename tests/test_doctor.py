@@ -51,6 +51,7 @@ def test_this_environment_is_ready():
     assert "jagged_hstu_attention" in run.stdout, "the back end of each operator is shown"
     assert "C++ compiler:" in run.stdout
     assert "accelerators:" in run.stdout
+    assert "NPU: torch_npu is not installed; accelerator npu needs it, other accelerators do not" in run.stdout
 
 
 @pytest.mark.slow
@@ -92,6 +93,40 @@ def test_fbgemm_whose_import_fails_is_shown_with_its_message(tmp_path, body, mes
     # what comes after the failing package is still looked at
     assert "operators" in run.stdout
     assert " ok " in row(run.stdout, "lightning")
+
+
+NPU_HERE = """
+import types, torch
+torch.utils.rename_privateuse1_backend("npu")
+torch._register_device_module("npu", types.SimpleNamespace(device_count=lambda: {count}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("count", "line"),
+    [(2, "NPU: torch_npu 2.13.0, 2 visible; set trainer.accelerator npu"), (0, "NPU: torch_npu 2.13.0, 0 visible: no NPU can")],
+)
+def test_line_on_the_npu(tmp_path, count, line):
+    (tmp_path / "torch_npu.py").write_text(NPU_HERE.format(count=count))
+    fake_distribution(tmp_path, "torch_npu", "2.13.0")
+    run = run_doctor(first=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert line in run.stdout
+    assert ("accelerators: npu:0, npu:1" in run.stdout) == (count == 2)
+
+
+@pytest.mark.slow
+def test_torch_npu_that_keeps_torch_from_being_imported_is_told(tmp_path):
+    (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')")
+    fake_distribution(tmp_path, "torch_npu", "2.13.0")
+    # so that torch loads it by itself
+    entry = tmp_path / "torch_npu-2.13.0.dist-info" / "entry_points.txt"
+    entry.write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    run = run_doctor(first=tmp_path)
+    assert run.returncode == 1
+    assert "NPU: torch_npu 2.13.0 cannot be loaded (" in run.stdout
+    assert "to mend torch: " in run.stdout
+    assert "-m pip uninstall -y torch-npu" in run.stdout
 
 
 def test_needed_package_of_a_wrong_version_is_broken(tmp_path):

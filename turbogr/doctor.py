@@ -42,6 +42,8 @@ IMPORT_SECONDS = 180
 
 _FBGEMM_BUILDS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 _MODULES = {"pyyaml": "yaml", "lightning": "lightning.pytorch", "torch-npu": "torch_npu"}
+_AUTOLOAD = "backend extension: torch_npu"
+"""What torch's import says where torch_npu is installed and cannot be loaded: torch loads it without being asked."""
 _STYLE = {"ok": "green", "optional": "dim", "warning": "yellow", "broken": "bold red"}
 
 
@@ -211,6 +213,8 @@ def _judge(requirement: Requirement, result: Probe, severity: Literal["broken", 
     elif _module(requirement.name) in result.errors:
         finding.status, finding.message = severity, f"import fails: {result.errors[_module(requirement.name)]}"
         finding.mend = _pip("--force-reinstall", "--no-deps", wanted)
+        if requirement.name == "torch" and _AUTOLOAD in finding.message:
+            finding.mend = f"{_pip_run('uninstall', '-y', 'torch-npu')}  (or, with CANN, source its set_env.sh)"
     else:
         finding.mend = ""
         if requirement.name == "torch":
@@ -260,6 +264,7 @@ def _print(console: Console, findings: list[Finding], result: Probe) -> None:
     found = result.answers.get(ACCELERATORS)
     devices = ", ".join(found) if found else result.errors.get(ACCELERATORS) or "none, the CPU is used"
     console.print(f"accelerators: {devices}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"NPU: {_npu(result)}", highlight=False, soft_wrap=True, markup=False)
 
     mends = [f for f in findings if f.status in ("broken", "warning")]
     for f in mends:
@@ -285,6 +290,18 @@ def _compiler() -> str:
         return f"{shlex.join(command)} ({told.splitlines()[0]}); compiled kernels: {toolchain.cache_dir()}"
     except MissingDependencyError as error:
         return f"none, operators use PyTorch, which is slower: {error}"
+
+
+def _npu(result: Probe) -> str:
+    """What `trainer.accelerator npu` would find."""
+    found = _version("torch-npu")
+    if found is None:
+        return "torch_npu is not installed; accelerator npu needs it, other accelerators do not"
+    problem = result.errors.get("torch_npu") or next((e for e in result.errors.values() if _AUTOLOAD in e), None)
+    if problem is not None:
+        return f"torch_npu {found} cannot be loaded ({problem}): source set_env.sh of CANN, or uninstall it"
+    count = sum(device.startswith("npu:") for device in result.answers.get(ACCELERATORS) or [])
+    return f"torch_npu {found}, {count} visible" + ("; set trainer.accelerator npu" if count else ": no NPU can be used here")
 
 
 def _torch_cuda() -> str | None:
