@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,30 @@ def check_numbers(config: Namespace) -> None:
         raise ConfigurationError(
             f"trainer.precision is {trainer.precision}, which would also convert item rows and times: use 32-true or bf16-mixed"
         )
+
+
+def settle_devices(trainer: Namespace, environment: Mapping[str, str]) -> None:
+    """Under torchrun, takes the number of ranks from it; base.yaml's `devices: 1` is no wish.
+
+    Args:
+        trainer: section of the configuration; `devices` and `num_nodes` are changed.
+        environment: of the process.
+
+    Raises:
+        ConfigurationError: the configuration asks for other numbers than torchrun started.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return
+    local, world = int(environment["LOCAL_WORLD_SIZE"]), int(environment["WORLD_SIZE"])
+    started = {"devices": local, "num_nodes": world // local}
+    for option, number in started.items():
+        asked = trainer[option]
+        if str(asked) not in ("1", "auto", "-1", str(number)):
+            raise ConfigurationError(
+                f"trainer.{option} is {asked}, but torchrun started {local} processes on each of {world // local} nodes: "
+                f"leave trainer.{option} out, or start as many with torchrun"
+            )
+        trainer[option] = number
 
 
 def settle_monitor(config: Namespace) -> None:

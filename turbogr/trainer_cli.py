@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 # Imported so that their short names ("SASRec", "FuXi") are accepted where a class path is.
 import turbogr.models.fuxi
@@ -29,13 +30,23 @@ from turbogr.callbacks.run_start import ReplaceEarlierRun
 from turbogr.callbacks.summary import Summary
 from turbogr.callbacks.throughput import Throughput
 from turbogr.checkpoints import OtherCatalogueError
-from turbogr.cli_checks import check_file, check_max_length, check_numbers, model_differences, one_max_length, settle_monitor
+from turbogr.cli_checks import (
+    check_file,
+    check_max_length,
+    check_numbers,
+    model_differences,
+    one_max_length,
+    settle_devices,
+    settle_monitor,
+)
 from turbogr.cli_errors import explain
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError, TurboGRError
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.resources import recipes_dir
 from turbogr.run_folder import BEST, CONFIG_KEY, Checkpoint, RunFolder
+from turbogr.strategies import TurboGRStrategy
+from turbogr.strategies.failures import RankFailedError
 
 DEFAULT_SEED = 42
 CKPT_HELP = (
@@ -67,10 +78,13 @@ def run(command: str, args: list[str], cli: type[TurboGRCLI] | None = None) -> i
     try:
         (cli or TurboGRCLI)(command, args)
     except TrainingInterrupted as interrupted:
-        print(
-            f"saved {interrupted.checkpoint}; to resume:\n  {resume_command(command, args, interrupted.checkpoint)}",
-            file=sys.stderr,
-        )
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            print(
+                f"saved {interrupted.checkpoint}; to resume:\n  {resume_command(command, args, interrupted.checkpoint)}",
+                file=sys.stderr,
+            )
+        elif "RANK" not in os.environ:
+            return 0  # Lightning started this rank, and kills all others at once where one ends with another code
         return 128 + interrupted.signum
     except MisconfigurationException as error:
         raise ConfigurationError(" ".join(str(error).split())) from error
@@ -200,6 +214,7 @@ class TurboGRCLI(LightningCLI):
         """Settles the run folder and the checkpoint before anything is built."""
         config = self.config[self.command]
         check_max_length(self.args, config.data.max_length)
+        settle_devices(config.trainer, os.environ)
         self.folder = RunFolder(Path(config.trainer.default_root_dir or default_run_folder(config)))
         config.trainer.default_root_dir = str(self.folder.path)
         config.checkpoint.dirpath = config.checkpoint.dirpath or str(self.folder.checkpoints)
@@ -287,6 +302,9 @@ class TurboGRCLI(LightningCLI):
             differences = [] if self.checkpoint is None else self._model_differences(self.checkpoint)
             raise ConfigurationError("; ".join([str(error), *differences])) from error
         except RuntimeError as error:
+            strategy = self.trainer.strategy
+            if isinstance(strategy, TurboGRStrategy) and strategy.failed_elsewhere:
+                raise RankFailedError(strategy.failed_elsewhere) from error
             if self.checkpoint is None or "loading state_dict" not in str(error):
                 raise
             path, differences = self.checkpoint.path, self._model_differences(self.checkpoint)
