@@ -44,7 +44,7 @@ from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever
 
 SIZES = {"D 16, 2 blocks": (16, 2), "D 32, 2 blocks": (32, 2), "D 64, 2 blocks": (64, 2), "D 128, 4 blocks": (128, 4)}
-EPOCHS, QUICK_EPOCHS = 30, 1
+EPOCHS, QUICK_EPOCHS = 20, 1
 SEEDS = (1, 2)
 TEMPERATURE = 0.05
 PNG = CHECKOUT / "docs" / "images" / "scaling_law.png"

@@ -63,7 +63,7 @@ class Yardstick:
 
 YARDSTICKS = {
     "movielens-100k": Yardstick("MovieLens-100K", None, "movielens"),
-    "ml-latest-small": Yardstick("MovieLens latest-small", "ml-latest-small/ratings.csv", "movielens"),
+    "ml-latest-small": Yardstick("MovieLens latest-small", "ml-latest-small/ratings.csv", "movielens", epochs=60, patience=10),
     "kuairand-27k-sample": Yardstick(
         "KuaiRand-27K, sample",
         "kuairand-27k-sample/log_standard_4_08_to_4_21_27k.csv",
@@ -73,6 +73,8 @@ YARDSTICKS = {
             "hstu": ("--model.backbone.time.unit", "1000"),
             "fuxi": ("--model.backbone.time_encoder.unit", "86400000"),
         },
+        epochs=60,
+        patience=10,
     ),
     "amazon-beauty": Yardstick(
         "Amazon Beauty",
@@ -80,8 +82,8 @@ YARDSTICKS = {
         "sequences",
         ("--model.backbone.dropout", "0.5", "--data.max_length", "50", "--data.batch_size", "128"),
         {"hstu": ("--model.backbone.time", "null"), "fuxi": ("--model.backbone.time_encoder.unit", "1")},
-        epochs=40,
-        patience=4,
+        epochs=20,
+        patience=2,
     ),
 }
 
