@@ -9,9 +9,8 @@ import pyarrow.compute as pc
 from turbogr.data.sources.common import Kind, Place
 from turbogr.errors import ConfigurationError
 
-# Names of files and of embedding tables are made of them; the others are columns of events.parquet.
-_NAME = re.compile(r"\w[\w.-]*")
-_TAKEN = ("user", "item", "time", "items", "users")
+_NAME = re.compile(r"\w[\w.-]*")  # files are named so
+_TAKEN = ("user", "item", "time", "items", "values", "targets", "negatives")  # in events.parquet and in a model's look-up
 
 
 def check_names(names: list[str]) -> None:
