@@ -178,7 +178,7 @@ def report_catalogue(report: Report, catalogue: Catalogue, nodes: Sequence[int],
 
 
 class Collectives:
-    """Counts what this rank sends through `all_to_all_single` and `all_gather_into_tensor`, by the kind of process group."""
+    """Counts what this rank sends through `all_to_all_single` and `all_gather_single`, by the kind of process group."""
 
     OTHERS = (
         "all_gather",
@@ -198,7 +198,7 @@ class Collectives:
 
     def __enter__(self) -> Collectives:
         """Begins to count."""
-        self._saved = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor", *self.OTHERS)}
+        self._saved = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_single", *self.OTHERS)}
 
         def exchange(
             out: Tensor, given: Tensor, counts: Any = None, sent: Any = None, group: Any = None, **options: Any
@@ -210,12 +210,12 @@ class Collectives:
 
         def gather(out: Tensor, given: Tensor, group: Any = None, **options: Any) -> Any:
             self._add(group, given.nbytes * (group.size() - 1))
-            return self._saved["all_gather_into_tensor"](out, given, group=group, **options)
+            return self._saved["all_gather_single"](out, given, group=group, **options)
 
         def unknown(*arguments: Any, **options: Any) -> Any:
             raise RuntimeError("a step uses a collective that is not counted")
 
-        counting = {"all_to_all_single": exchange, "all_gather_into_tensor": gather}
+        counting = {"all_to_all_single": exchange, "all_gather_single": gather}
         for name in self._saved:
             setattr(dist, name, counting.get(name, unknown))
         return self

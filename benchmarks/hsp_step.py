@@ -189,7 +189,7 @@ class TorchRec:
         padded = local.new_zeros(block, DIM)
         padded[: len(local)] = local
         whole = local.new_empty(RANKS * block, DIM)
-        dist.all_gather_into_tensor(whole, padded)
+        dist.all_gather_single(whole, padded)
         return whole[: self.rows]
 
     def _local(self) -> Tensor:

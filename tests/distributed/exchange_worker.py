@@ -53,7 +53,7 @@ class Counter:
 
     def __enter__(self) -> "Counter":
         self.sent: dict[str, int] = {}
-        self.saved = dist.all_gather_into_tensor, dist.all_to_all_single
+        self.saved = dist.all_gather_single, dist.all_to_all_single
 
         def gather(output, given, group=None, async_op=False):
             self.add("gather", given.nbytes * (group.size() - 1))
@@ -64,14 +64,14 @@ class Counter:
             self.add("exchange", width * sum(n for k, n in enumerate(input_splits) if k != group.rank()))
             return self.saved[1](output, given, output_splits, input_splits, group=group, async_op=async_op)
 
-        dist.all_gather_into_tensor, dist.all_to_all_single = gather, exchange
+        dist.all_gather_single, dist.all_to_all_single = gather, exchange
         return self
 
     def add(self, name: str, count: int) -> None:
         self.sent[name] = self.sent.get(name, 0) + count
 
     def __exit__(self, *exception: object) -> None:
-        dist.all_gather_into_tensor, dist.all_to_all_single = self.saved
+        dist.all_gather_single, dist.all_to_all_single = self.saved
 
 
 def digest(tensor: torch.Tensor) -> str:

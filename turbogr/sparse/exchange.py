@@ -79,14 +79,14 @@ def union_of_rows(ids: Tensor, meta_pg: dist.ProcessGroup) -> RowUnion:
         return RowUnion(ids, [torch.arange(len(ids))])
     bound = int(ids[-1]) + 1 if len(ids) else 0
     found = torch.empty(groups * 2, dtype=torch.int64)
-    dist.all_gather_into_tensor(found, torch.tensor([len(ids), bound]), group=meta_pg)
+    dist.all_gather_single(found, torch.tensor([len(ids), bound]), group=meta_pg)
     sizes, bounds = found.view(groups, 2).T.tolist()
     longest = max(sizes)
     if longest == 0:
         return RowUnion(ids, [ids] * groups)
     narrow = torch.int32 if max(bounds) <= NARROW else torch.int64
     gathered = torch.empty(groups * longest, dtype=narrow)
-    dist.all_gather_into_tensor(gathered, _padded(ids.to(narrow), longest), group=meta_pg)
+    dist.all_gather_single(gathered, _padded(ids.to(narrow), longest), group=meta_pg)
     parts = [part[:size] for part, size in zip(gathered.view(groups, longest), sizes, strict=True)]
     union, places = unique_ids(torch.cat(parts), max(bounds))
     return RowUnion(union, list(places.split(sizes)))
@@ -210,16 +210,19 @@ class _Running:
         return self._sums
 
 
+# Both make every tensor before the thread begins: what a thread of its own allocates comes from fresh pages each time.
+
+
 def _begin_gather(gradient: Tensor, union: RowUnion, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     longest = max(union.sizes)
     gathered = gradient.new_empty(len(union.sizes) * longest, gradient.shape[1])
-    sent = _padded(gradient, longest)
-    work = dist.all_gather_into_tensor(gathered, sent, group=group, async_op=True)
+    sums = gradient.new_empty(len(union.ids), gradient.shape[1])
+    work = dist.all_gather_single(gathered, _padded(gradient, longest), group=group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
         parts = [part[:size] for part, size in zip(gathered.split(longest), union.sizes, strict=True)]
-        return _sums(parts, union.positions, gradient.new_zeros(len(union.ids), gradient.shape[1]))
+        return _sum(parts, union.positions, sums)
 
     return finish
 
@@ -229,7 +232,7 @@ def _begin_two_phase(gradient: Tensor, union: RowUnion, group: dist.ProcessGroup
     sent = [stop - start for start, stop in pairwise(union.cuts[me])]
     mine = [(cuts[me], cuts[me + 1]) for cuts in union.cuts]
     counts = [stop - start for start, stop in mine]
-    received = gradient.new_empty(sum(counts), gradient.shape[1])
+    received, owned, sums = (gradient.new_empty(n, gradient.shape[1]) for n in (sum(counts), union.block, groups * union.block))
     work = dist.all_to_all_single(received, gradient, counts, sent, group=group, async_op=True)
 
     def finish() -> Tensor:
@@ -237,16 +240,15 @@ def _begin_two_phase(gradient: Tensor, union: RowUnion, group: dist.ProcessGroup
         places = [
             positions[start:stop] - me * union.block for positions, (start, stop) in zip(union.positions, mine, strict=True)
         ]
-        owned = _sums(received.split(counts), places, gradient.new_zeros(union.block, gradient.shape[1]))
-        sums = gradient.new_empty(groups * union.block, gradient.shape[1])
-        dist.all_gather_into_tensor(sums, owned, group=group)
+        dist.all_gather_single(sums, _sum(received.split(counts), places, owned), group=group)
         return sums[: len(union.ids)]
 
     return finish
 
 
-def _sums(parts: Sequence[Tensor], positions: Sequence[Tensor], out: Tensor) -> Tensor:
+def _sum(parts: Sequence[Tensor], positions: Sequence[Tensor], out: Tensor) -> Tensor:
     """Adds the groups' rows one group after the other: positions of one group are distinct, so no order is left to chance."""
+    out.zero_()
     for part, places in zip(parts, positions, strict=True):
         out.index_add_(0, places.to(out.device), part)
     return out
