@@ -32,7 +32,7 @@ class Popularity:
         counts = np.arange(at_least[-1], exposures - 1, -1)
         bounds = np.exp(np.interp(np.log(counts), np.log(at_least), np.log(ranks)))  # videos with at least that many
         classes = np.diff(bounds, prepend=0.0)
-        self.rows = int(bounds[-1]) // multiple * multiple
+        self.rows = round(bounds[-1]) // multiple * multiple
         self._mass = torch.from_numpy(np.cumsum(classes * counts))
         self._first, self._size = torch.from_numpy(bounds - classes), torch.from_numpy(classes)
         assert math.gcd(_STRIDE, self.rows) == 1
