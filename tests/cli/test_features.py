@@ -28,7 +28,8 @@ def fit(path: Path, run: str, *args: str) -> None:
 
 @pytest.mark.parametrize("combine", ["sum", "concat"])
 def test_all_commands(featured, combine, capsys):
-    fit(featured, "run", f"--model.combine={combine}")
+    fit(featured, "run", f"--model.combine={combine}", "--trainer.enable_model_summary=null")
+    assert "dense parameters; tables of items, author, tab of 53 rows x 16" in capsys.readouterr().err
     weights = torch.load("run/checkpoints/best.ckpt", weights_only=True)["state_dict"]
     assert weights["embeddings.weight"].shape == (40 + 9 + 4, 16)
     assert ("tokens.item_weight" in weights) == (combine == "concat")

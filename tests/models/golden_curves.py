@@ -25,6 +25,9 @@ from turbogr.sparse.optimizers import LazyAdam
 from turbogr.sparse.table import EmbeddingTable
 
 BACKBONES = {"hstu": HSTU, "fuxi": FuXi, "sasrec": SASRec}
+FEATURES = {"author": ("item", 9), "tab": ("event", 4), "is_like": ("event", 3)}
+CURVES = [*BACKBONES, *(f"hstu-{combine}" for combine in ("sum", "concat"))]
+"""Backbones, and HSTU with features that are combined so."""
 FOLDER = Path(__file__).parent / "golden"
 COMMAND = "python -m tests.models.golden_curves"
 STEPS, SEED = 30, 11
@@ -53,7 +56,10 @@ def curve(name: str, backend: str = "auto", seed: int = SEED) -> list[float]:
 
 
 def _curve(folder: Path, name: str, backend: str, seed: int) -> list[float]:
-    data = write_prepared(folder / "prepared", num_users=80, num_items=120, min_len=3, max_len=30, seed=3)
+    name, _, combine = name.partition("-")
+    features = FEATURES if combine else None
+    path = write_prepared(folder / "prepared", num_users=80, num_items=120, min_len=3, max_len=30, seed=3, features=features)
+    data = SequenceDataModule(str(path), batch_size=8, max_length=24, num_negatives=16, num_workers=0, seed=seed)
     torch.manual_seed(seed)
     model = GenerativeRetriever(
         120,
@@ -63,6 +69,8 @@ def _curve(folder: Path, name: str, backend: str, seed: int) -> list[float]:
         published_adamw,
         top_k=(10,),
         seed=seed,
+        features=data.features,
+        combine=combine or "sum",
     )
     losses = Losses()
     trainer = pl.Trainer(
@@ -77,7 +85,7 @@ def _curve(folder: Path, name: str, backend: str, seed: int) -> list[float]:
         default_root_dir=folder,
         limit_val_batches=0,
     )
-    trainer.fit(model, SequenceDataModule(str(data), batch_size=8, max_length=24, num_negatives=16, num_workers=0, seed=seed))
+    trainer.fit(model, data)
     return losses.values
 
 
@@ -88,7 +96,7 @@ def stored(name: str) -> list[float]:
 
 def main() -> None:
     """Writes all files."""
-    for name in BACKBONES:
+    for name in CURVES:
         content = {"written_by": COMMAND, "losses": [round(loss, 6) for loss in curve(name, backend="torch")]}
         (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -32,7 +33,7 @@ class Summary(Callback):
         state = sum(buffer.nbytes for buffer in table.optimizer.buffers())
         here = f" of them {len(table.weight):,} on rank 0," if len(table.weight) < table.num_rows else ""
         lines = [
-            f"{name}: {dense:,} dense parameters; item table of {table.num_rows:,} rows x {table.dim},"
+            f"{name}: {dense:,} dense parameters; {_tables(table.spans)} of {table.num_rows:,} rows x {table.dim},"
             f"{here} {in_bytes(table.weight.nbytes)} and {in_bytes(state)} of its {type(table.optimizer).__name__}",
             f"data: {data.num_users:,} users, {data.num_items:,} items, {data.num_training_tokens:,} training tokens an epoch",
         ]
@@ -40,3 +41,8 @@ class Summary(Callback):
             users = data.batch_size * trainer.world_size
             lines.append(f"{trainer.world_size} ranks: a step has {users:,} users, {data.batch_size:,} on each rank")
         print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def _tables(names: Iterable[str]) -> str:
+    features = list(names)[1:]
+    return f"tables of items, {', '.join(features)}" if features else "item table"
