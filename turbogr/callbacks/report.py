@@ -116,7 +116,7 @@ class Report(Callback):
             table.add_row("tokens/s", f"{throughputs[0].average:,.0f}")
         table.add_section()
         for label, path in _files(trainer, folder).items():
-            if path.is_file():
+            if path.exists():
                 table.add_row(label, _shown(path))
         return table
 

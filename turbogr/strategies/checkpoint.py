@@ -109,7 +109,8 @@ def load_state(module: LightningModule, engine: SparseEngine, checkpoint: Mappin
     else:
         # A file's tensors are mapped: only the rows of this rank are read.
         for key in parts.keys() & state.keys():
-            state[key] = torch.cat([state[key][p.rows.start : p.rows.stop] for p in own]) if own else parts[key]
+            mapped = [state[key][piece.rows.start : piece.rows.stop] for piece in own]
+            state[key] = mapped[0] if len(mapped) == 1 else torch.cat([state[key][:0], *mapped])
     module.load_state_dict(state, strict=strict)
 
 
