@@ -34,8 +34,19 @@ LADDER = {
     "large": (1024, 16, 8, 2048, 15, 4e-3, 0.5),
     "long": (1024, 16, 8, 4096, 7, 4e-3, 0.5),
 }
+FEATURES = {
+    "movielens-100k/hstu-features.yaml": {"rating": ("event", 6)},
+    "kuairand-27k/hstu-tiny-features.yaml": {
+        "actions": ("event", 40),
+        "tab": ("event", 12),
+        "author_id": ("item", 50),
+        "tag": ("item", 20),
+    },
+}
+"""Recipe -> the features that it asks for, as of a small prepared folder."""
 BACKBONES = {"hstu": HSTU, "fuxi": FuXi, "sasrec": SASRec}
 EXPECTED |= {f"kuairand-27k/{name}-{size}.yaml": options for name in BACKBONES for size, options in LADDER.items()}
+EXPECTED |= {name: EXPECTED[name.replace("-features", "")] for name in FEATURES}
 
 
 class Built(TurboGRCLI):
@@ -49,6 +60,14 @@ class Built(TurboGRCLI):
 def prepared(tmp_path_factory) -> Path:
     # more items than the largest K of a recipe
     return write_prepared(tmp_path_factory.mktemp("prepared"), num_users=300, num_items=2100, min_len=10, max_len=12)
+
+
+@pytest.fixture(scope="module")
+def featured(tmp_path_factory) -> dict[str, Path]:
+    return {
+        recipe: write_prepared(tmp_path_factory.mktemp("featured"), 300, 2100, 10, 12, features=features)
+        for recipe, features in FEATURES.items()
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -69,18 +88,20 @@ def test_recipe_parses(recipe, capsys):
     assert not stopped.value.code
     config = yaml.safe_load(capsys.readouterr().out)
     folder, name = Path(recipe).parent.name, Path(recipe).stem
-    assert config["data"]["path"] == f"data/{folder}"
+    assert config["data"]["path"] == f"data/{folder}" + "-features" * (recipe in FEATURES)
     assert config["trainer"]["default_root_dir"] == f"runs/{folder}-{name}", "no two recipes share a run folder"
     assert config["data"]["num_negatives"] == 128
     assert config["checkpoint"]["monitor"] == "val/NDCG@10"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_builds_what_it_promises(recipe, prepared):
+def test_recipe_builds_what_it_promises(recipe, prepared, featured):
     dim, blocks, heads, max_length, batch_size, lr, dropout = EXPECTED[recipe]
     with torch.device("meta"):  # shapes alone: the large ones have hundreds of millions of parameters
-        built = Built("fit", ["-c", str(recipes_dir() / recipe), f"--data.path={prepared}", "--trainer.accelerator=cpu"])
+        path = featured.get(recipe, prepared)
+        built = Built("fit", ["-c", str(recipes_dir() / recipe), f"--data.path={path}", "--trainer.accelerator=cpu"])
     model, data = built.model, built.datamodule
+    assert list(model.tokens.tables) == ["items", *FEATURES.get(recipe, ())]
     assert (model.backbone.dim, len(model.backbone.blocks), model.backbone.blocks[0].num_heads) == (dim, blocks, heads)
     assert model.backbone.max_length == data.max_length == max_length
     assert (data.batch_size, model.num_items) == (batch_size, 2100)
@@ -92,7 +113,7 @@ def test_recipe_builds_what_it_promises(recipe, prepared):
     assert tuple(optimizer.defaults["betas"]) == (0.9, 0.98)
     assert optimizer.defaults["weight_decay"] == 0
     if recipe.startswith("kuairand"):
-        name, size = Path(recipe).stem.split("-")
+        name, size = Path(recipe).stem.removesuffix("-features").split("-")
         with torch.device("meta"):
             preset = BACKBONES[name].preset(size)
         assert type(model.backbone) is type(preset)
