@@ -73,7 +73,8 @@ def evaluate_baselines(
     # Counts above 2^24 are rounded to float32: items that differ by one in 16 million events may tie.
     counts = torch.from_numpy(np.asarray(data.prepared.training_counts(data.protocol))).float()[:, None].to(device)
     vectors = torch.randn(data.num_items, RANDOM_WIDTH, generator=generator).to(device)
-    popularity, random = retrieval_metrics(top_k).to(device), retrieval_metrics(top_k).to(device)
+    # Whoever calls this ranks all users, be it one rank of several.
+    popularity, random = (retrieval_metrics(top_k, across_ranks=False).to(device) for _ in range(2))
     console = Console(stderr=True)
     for loaded in track(data.test_dataloader(), "Baselines", console=console, transient=True, disable=not console.is_terminal):
         targets = _held_out(loaded).to(device)

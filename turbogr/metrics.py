@@ -25,8 +25,8 @@ class _RankHistogram(Metric):
     name: str
     histogram: Tensor
 
-    def __init__(self, top_k: Sequence[int] = (10,)) -> None:
-        super().__init__()
+    def __init__(self, top_k: Sequence[int] = (10,), across_ranks: bool = True) -> None:
+        super().__init__(sync_on_compute=across_ranks)
         self.top_k = _checked_top_k(top_k)
         self.add_state("histogram", torch.zeros(self.top_k[-1] + 1, dtype=torch.int64), dist_reduce_fx="sum")
 
@@ -60,6 +60,7 @@ class HitRate(_RankHistogram):
 
     Args:
         top_k: the Ks, positive and distinct.
+        across_ranks: as in `retrieval_metrics`.
 
     Raises:
         ConfigurationError: a K that is not a positive integer, occurs twice, or no K at all.
@@ -76,6 +77,7 @@ class NDCG(_RankHistogram):
 
     Args:
         top_k: the Ks, positive and distinct.
+        across_ranks: as in `retrieval_metrics`.
 
     Raises:
         ConfigurationError: a K that is not a positive integer, occurs twice, or no K at all.
@@ -92,15 +94,19 @@ _WORD = 26
 
 
 class MRR(Metric):
-    """Mean reciprocal rank over the whole catalogue: the mean of 1 / (rank + 1), each rounded to a multiple of 2^-52."""
+    """Mean reciprocal rank over the whole catalogue: the mean of 1 / (rank + 1), each rounded to a multiple of 2^-52.
+
+    Args:
+        across_ranks: as in `retrieval_metrics`.
+    """
 
     higher_is_better = True
     full_state_update = False
     words: Tensor  # int64 [2], upper and lower halves of the sum of 2^52 / (rank + 1)
     users: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, across_ranks: bool = True) -> None:
+        super().__init__(sync_on_compute=across_ranks)
         self.add_state("words", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("users", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
@@ -125,7 +131,7 @@ class MRR(Metric):
         return {"MRR": ((upper + lower / 2**_WORD) / 2**_WORD / self.users.clamp(min=1)).float()}
 
 
-def retrieval_metrics(top_k: Sequence[int] = (10,), prefix: str | None = None) -> MetricCollection:
+def retrieval_metrics(top_k: Sequence[int] = (10,), prefix: str | None = None, across_ranks: bool = True) -> MetricCollection:
     """HitRate, NDCG and MRR in one collection.
 
     Call it (or its `update`) with the ranks of each batch. At the end of an epoch
@@ -135,6 +141,7 @@ def retrieval_metrics(top_k: Sequence[int] = (10,), prefix: str | None = None) -
     Args:
         top_k: the Ks of HR@K and NDCG@K, positive and distinct; 2000 costs no more than 10.
         prefix: put before every name, for example "val/".
+        across_ranks: `compute` gathers the users of all ranks, so all ranks must call it; False where one rank computes alone.
 
     Returns:
         A collection whose `compute` gives {"val/HR@10": ..., "val/NDCG@10": ..., "val/MRR": ...}.
@@ -142,7 +149,7 @@ def retrieval_metrics(top_k: Sequence[int] = (10,), prefix: str | None = None) -
     Raises:
         ConfigurationError: a K that is not a positive integer, occurs twice, or no K at all.
     """
-    return MetricCollection([HitRate(top_k), NDCG(top_k), MRR()], prefix=prefix)
+    return MetricCollection([HitRate(top_k, across_ranks), NDCG(top_k, across_ranks), MRR(across_ranks)], prefix=prefix)
 
 
 def _checked_top_k(top_k: Sequence[int]) -> tuple[int, ...]:

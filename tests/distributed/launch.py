@@ -196,7 +196,7 @@ def report_checks(checks: Mapping[str, Callable[[], Any]], timeout_s: float = 30
                 print(json.dumps({"name": name, "error": traceback.format_exc()}), file=file, flush=True)
                 raise
             print(json.dumps(entry), file=file, flush=True)
-    if backend:
+    if backend and dist.is_initialized():  # a last check may have ended it, as the end of a process does
         dist.destroy_process_group()
 
 

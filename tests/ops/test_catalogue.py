@@ -4,8 +4,8 @@ import torch
 from _memory import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops.largest_tensor import LargestTensor
 from turbogr.ops import catalogue
 from turbogr.ops.catalogue import target_ranks, target_ranks_reference, top_items, top_items_reference
 from turbogr.ops.normalise import normalised
@@ -202,21 +202,6 @@ def test_autocast_and_gradients_stay_out():
         scores, _ = top_items(queries, table, 5)
     assert torch.equal(scores, top_items(queries, table, 5)[0])
     assert not scores.requires_grad
-
-
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest tensor that any operator returned, views of the inputs aside."""
-
-    def __init__(self, *inputs):
-        super().__init__()
-        self.bytes, self.inputs = 0, {tensor.untyped_storage().data_ptr() for tensor in inputs}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.inputs:
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return result
 
 
 def test_memory_does_not_grow_with_the_catalogue(monkeypatch):
