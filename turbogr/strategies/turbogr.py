@@ -9,6 +9,7 @@ of Lightning's hooks; what they do is in `pipeline` (batches in flight), `turbog
 from __future__ import annotations
 
 import atexit
+import itertools
 import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -48,6 +49,9 @@ from turbogr.strategies.refusals import (
     refuse_precision,
     refuse_second_loader,
 )
+
+_runs = itertools.count(1)
+"""Of this process; the other ranks count the same."""
 
 
 def choose_groups(groups: int | Literal["auto"], world_size: int, num_nodes: int) -> int:
@@ -144,7 +148,6 @@ class TurboGRStrategy(DDPOnNPU):
         self.stop = StopRequest()
         self._lookahead: LookaheadLoader | None = None
         self._board: FailureBoard | None = None
-        self._runs = 0
 
     # Before training.
 
@@ -152,13 +155,13 @@ class TurboGRStrategy(DDPOnNPU):
         """Opens the process group, which is closed when the process ends, and watches for ranks that fail."""
         with isolate_rng():  # DDP seeds anew here; one process does not
             super().setup_environment()
-        if not self._runs:
+        run = next(_runs)
+        if run == 1:
             atexit.register(_close_process_group)
-        self._runs += 1
         self.stop = StopRequest(alone=self.world_size == 1)
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            self._board = FailureBoard(self.global_rank, self.world_size, store, self._runs)
+            self._board = FailureBoard(self.global_rank, self.world_size, store, run)
 
     def setup(self, trainer: Trainer) -> None:
         """Refuses what cannot work, shards the tables, and keeps them from DDP."""

@@ -1,0 +1,213 @@
+"""Runs on every rank: trainings under TurboGRStrategy through the public API, which test_strategy.py compares."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+
+from tests.distributed.launch import report_checks
+from tests.distributed.strategy_cases import (
+    FOUR,
+    QUIET,
+    TWO,
+    Batches,
+    SignalOn,
+    SizedBatches,
+    Toy,
+    build,
+    digest,
+    fit,
+)
+from turbogr.callbacks.resume import LastCheckpoint, TrainingInterrupted
+from turbogr.errors import ConfigurationError
+from turbogr.sparse.engine import SparseEngine
+from turbogr.strategies import TurboGRStrategy
+
+RANKS: int
+PREPARED: Path
+OUT: Path
+
+_start_exchange = SparseEngine.start_exchange
+
+
+def equal(name: str, options: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
+    strategy = TurboGRStrategy(timeout_s=60, **options)
+    trainer = fit(PREPARED, RANKS, strategy, **training)
+    trainer.save_checkpoint(OUT / f"{name}.ckpt")
+    return {"member": strategy.topology.member, "digest": digest(strategy), "steps": trainer.global_step}
+
+
+# What must not be forgotten, forgotten.
+
+
+def exchange_dropped(engine: SparseEngine, scale: float) -> None:
+    for touched in engine._pending:
+        touched.union = None
+    _start_exchange(engine, scale)
+
+
+def factor_left_in(engine: SparseEngine, scale: float) -> None:
+    _start_exchange(engine, scale / engine.topology.group_size)
+
+
+MISTAKES = {
+    "exchange dropped": patch.object(SparseEngine, "start_exchange", exchange_dropped),
+    "factor 1/I left in": patch.object(SparseEngine, "start_exchange", factor_left_in),
+    "unweighted": patch("turbogr.strategies.pipeline.loss_weight", lambda samples, rank: 1.0),
+}
+
+
+def mistaken(name: str) -> dict[str, Any]:
+    with MISTAKES[name]:
+        return equal(name, {"groups": 2}, {"rows": "adagrad"})
+
+
+# The rest, on two ranks.
+
+
+def uneven(loader: type[Batches]) -> dict[str, Any]:
+    """Rank 1 has three batches more; three epochs, validation within each."""
+    pl.seed_everything(1)
+    rank = int(os.environ["RANK"])
+    options = {"max_epochs": 3, "val_check_interval": 2, "enable_checkpointing": False, "devices": RANKS}
+    strategy = TurboGRStrategy(timeout_s=30)
+    trainer = pl.Trainer(**QUIET, **options, strategy=strategy)
+    model = Toy()
+    trainer.fit(model, loader(5 + 3 * rank, rank), SizedBatches(2, 7))
+    return {"steps": trainer.global_step, "epochs": trainer.current_epoch, "dense": model.layer.weight.tolist()}
+
+
+def uneven_validation(loader: type[Batches]) -> str:
+    rank = int(os.environ["RANK"])
+    trainer = pl.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False, devices=RANKS, strategy=TurboGRStrategy())
+    try:
+        trainer.fit(Toy(), SizedBatches(4, rank), loader(2 + rank, 7))
+    except ConfigurationError as error:
+        return str(error)
+    return "went through"
+
+
+def resumed(groups: int, checkpoint: str, steps: int) -> dict[str, Any]:
+    """Stopped after some steps and taken up again; beside it the same run without a stop."""
+    name = f"{groups}-{checkpoint}-{steps}"
+    options = {"max_epochs": 2, "dropout": 0.2, "val_check_interval": 3}
+
+    def strategy() -> TurboGRStrategy:
+        return TurboGRStrategy(groups, checkpoint=checkpoint, timeout_s=60)
+
+    last = OUT / f"last-{name}.ckpt"
+    stopped = fit(PREPARED, RANKS, strategy(), [LastCheckpoint(last)], max_steps=steps, **options)
+    assert stopped.global_step == steps
+    ends = []
+    for path in (last, None):
+        trainer = fit(PREPARED, RANKS, strategy(), ckpt_path=path, **options)
+        dense = {k: v.tolist() for k, v in trainer.model.backbone.state_dict().items()}
+        ends.append({"steps": trainer.global_step, "digest": digest(trainer.strategy), "dense": dense})
+    return {"ends": ends, "stopped": digest(stopped.strategy)}
+
+
+def signalled() -> dict[str, Any]:
+    """Rank 1 gets SIGTERM."""
+    last = OUT / "signalled.ckpt"
+    try:
+        fit(PREPARED, RANKS, TurboGRStrategy(2), [LastCheckpoint(last), SignalOn(1, 2)], limit_train_batches=8)
+    except TrainingInterrupted as interrupted:
+        return {"said": str(interrupted), "step": torch.load(last, weights_only=True)["global_step"]}
+    return {"said": "went through"}
+
+
+def terminated() -> str:
+    """The same without LastCheckpoint: what Lightning does is what all ranks do."""
+    try:
+        fit(PREPARED, RANKS, TurboGRStrategy(2), [SignalOn(1, 2)], limit_train_batches=8)
+    except pl.utilities.exceptions.SIGTERMException as error:
+        return type(error).__name__
+    return "went through"
+
+
+def early_stopped() -> int:
+    stop = EarlyStopping("val/MRR", mode="max", patience=0, min_delta=1.0, check_on_train_epoch_end=False)
+    return fit(PREPARED, RANKS, TurboGRStrategy(2), [stop], val_check_interval=2, max_epochs=5).global_step
+
+
+def evaluated() -> dict[str, Any]:
+    """Validation, test and prediction of a trained model, by the trainer that trained it and by another from a file."""
+    model, data = build(PREPARED, RANKS)
+    options = {"max_epochs": 1, "limit_train_batches": 4, "enable_checkpointing": False, "devices": RANKS}
+    results = []
+    for groups in (1, 2):
+        trainer = pl.Trainer(**QUIET, **options, strategy=TurboGRStrategy(groups))
+        if groups == 1:
+            trainer.fit(model, data)
+            trainer.save_checkpoint(OUT / "evaluated.ckpt")
+            path = None
+        else:
+            model, path = build(PREPARED, RANKS)[0], OUT / "evaluated.ckpt"
+        both = {**trainer.validate(model, data, path, verbose=False, weights_only=True)[0]}
+        both |= trainer.test(model, data, path, verbose=False, weights_only=True)[0]
+        users, items, _ = zip(*trainer.predict(model, data, ckpt_path=path, weights_only=True), strict=True)
+        results.append({**both, "users": torch.cat(users).tolist(), "items": torch.cat(items).tolist()})
+    return {"results": results}
+
+
+def options_of_rows() -> dict[str, Any]:
+    """Rows' learning rate that follows the schedule, rows' gradients that are clipped."""
+    found = {}
+    for name, options in {
+        "plain": {},
+        "follow": {"sparse_lr": "follow"},
+        "clipped": {"sparse_clip_norm": 1e-6},
+    }.items():
+        trainer = fit(PREPARED, RANKS, TurboGRStrategy(1, **options), rows="adagrad", scheduled=True)
+        trainer.save_checkpoint(OUT / f"rows-{name}.ckpt")
+        found[name] = trainer.global_step
+    return found
+
+
+def divided_otherwise() -> str:
+    """A model whose tables one trainer has divided, given to another."""
+    model, data = build(PREPARED, RANKS)
+    options = {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 0, "enable_checkpointing": False}
+    trainers = [pl.Trainer(**QUIET, **options, devices=RANKS, strategy=TurboGRStrategy(1)) for _ in range(2)]
+    trainers[0].fit(model, data)
+    try:
+        trainers[1].fit(model, data)
+    except ConfigurationError as error:
+        return str(error)
+    return "went through"
+
+
+def checks(which: str) -> dict[str, Any]:
+    if which == "rest":
+        both = {"sized": SizedBatches, "unsized": Batches}
+        return {
+            **{f"uneven, {name}": partial(uneven, loader) for name, loader in both.items()},
+            **{f"uneven validation, {name}": partial(uneven_validation, loader) for name, loader in both.items()},
+            "resumed within": partial(resumed, 1, "gathered", 2),
+            "resumed at the end": partial(resumed, 2, "gathered", 4),
+            "resumed from a directory": partial(resumed, 1, "distributed", 5),
+            "signalled": signalled,
+            "terminated": terminated,
+            "early stopped": early_stopped,
+            "evaluated": evaluated,
+            "options of rows": options_of_rows,
+            "divided otherwise": divided_otherwise,
+        }
+    cases = {4: FOUR, 2: TWO}[RANKS]
+    found = {name: partial(equal, name, *case) for name, case in cases.items()}
+    if RANKS == 4:
+        found |= {name: partial(mistaken, name) for name in MISTAKES}
+    return found
+
+
+if __name__ == "__main__":
+    RANKS, PREPARED, OUT = int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    report_checks(checks(sys.argv[1]), backend="")

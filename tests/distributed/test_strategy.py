@@ -1,0 +1,171 @@
+"""TurboGRStrategy on several ranks equals one process, through the public API: weights, dense and sparse optimizer state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.distributed.launch import launch_checks
+from tests.distributed.strategy_cases import FOUR, QUIET, TWO, build, fit, make_folder, relative, shared_folder
+
+WORKER = "tests.distributed.strategy_worker"
+TOLERANCE = 1e-5
+MISTAKES = ("exchange dropped", "factor 1/I left in", "unweighted")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("prepared") / "p", shared_folder())
+
+
+@pytest.fixture(scope="session")
+def one(folder, tmp_path_factory):
+    """Checkpoint of one process under strategy="auto", by what is trained."""
+    out, made = tmp_path_factory.mktemp("one"), {}
+
+    def trained(**training) -> Path:
+        name = ", ".join(f"{key} {value}" for key, value in training.items())
+        if name not in made:
+            made[name] = out / f"{name}.ckpt"
+            fit(folder, 1, "auto", **training).save_checkpoint(made[name])
+        return made[name]
+
+    return trained
+
+
+def launched(what: str, ranks: int, folder: Path, out: Path, **options):
+    return launch_checks(WORKER, ranks, out, what, str(ranks), str(folder), str(out), timeout=300, **options)
+
+
+@pytest.fixture(scope="session")
+def four_out(tmp_path_factory):
+    return tmp_path_factory.mktemp("four-strategy")
+
+
+@pytest.fixture(scope="session")
+def four(folder, four_out):
+    return launched("equal", 4, folder, four_out, nodes=2)
+
+
+@pytest.fixture(scope="session")
+def two_out(tmp_path_factory):
+    return tmp_path_factory.mktemp("two-strategy")
+
+
+@pytest.fixture(scope="session")
+def two(folder, two_out):
+    return launched("equal", 2, folder, two_out)
+
+
+@pytest.fixture(scope="session")
+def rest_out(tmp_path_factory):
+    return tmp_path_factory.mktemp("rest-strategy")
+
+
+@pytest.fixture(scope="session")
+def rest(folder, rest_out):
+    return launched("rest", 2, folder, rest_out)
+
+
+def copies_agree(reports) -> None:
+    for member in {report["member"] for report in reports}:
+        assert len({report["digest"] for report in reports if report["member"] == member}) == 1
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_equal_one_process(four, four_out, one, name):
+    """On two nodes, as far as torchrun is concerned."""
+    copies_agree(four[name])
+    differences = relative(four_out / f"{name}.ckpt", one(**FOUR[name][1]))
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_equal_one_process(two, two_out, one, name):
+    copies_agree(two[name])
+    differences = relative(two_out / f"{name}.ckpt", one(**TWO[name][1]))
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen(four, four_out, one, name):
+    four[name]
+    differences = relative(four_out / f"{name}.ckpt", one(rows="adagrad"))
+    assert max(differences.values()) > 100 * TOLERANCE, differences
+
+
+@pytest.mark.parametrize("loader", ["sized", "unsized"])
+def test_ranks_with_more_batches_stop_with_the_others(rest, loader):
+    """Rank 0 has 5 batches an epoch, rank 1 has 8."""
+    reports = rest[f"uneven, {loader}"]
+    for report in reports:
+        assert (report["steps"], report["epochs"]) == (15, 3)
+    assert reports[0]["dense"] == reports[1]["dense"]
+
+
+@pytest.mark.parametrize("loader", ["sized", "unsized"])
+def test_uneven_validation_is_refused_on_all_ranks(rest, loader):
+    for text in rest[f"uneven validation, {loader}"]:
+        assert "different numbers of batches (rank 0 has 2, rank 1 has" in text
+
+
+@pytest.mark.parametrize("where", ["within", "at the end", "from a directory"])
+def test_a_resumed_run_equals_an_uninterrupted_one(rest, where):
+    """With dropout and validations, bit for bit."""
+    for report in rest[f"resumed {where}"]:
+        resumed, whole = report["ends"]
+        assert resumed == whole
+        assert resumed["digest"] != report["stopped"]  # it did train on
+
+
+def test_a_signal_on_one_rank_stops_all(rest):
+    reports = rest["signalled"]
+    assert reports[0] == reports[1]
+    assert reports[0]["said"].startswith("interrupted by SIGTERM; resume from")
+    assert 3 <= reports[0]["step"] <= 5
+    assert rest["terminated"] == ["SIGTERMException"] * 2
+
+
+def test_early_stopping(rest):
+    """The second validation is no better by 1.0."""
+    assert rest["early stopped"] == [4, 4]
+
+
+def test_evaluation_equals_one_process(rest, folder, one):
+    model, data = build(folder, 1)
+    trainer = pl.Trainer(**QUIET, max_epochs=1, limit_train_batches=4, devices=1, enable_checkpointing=False)
+    trainer.fit(model, data)
+    expected = {**trainer.validate(model, data, verbose=False)[0], **trainer.test(model, data, verbose=False)[0]}
+    users, items, _ = zip(*trainer.predict(model, data), strict=True)
+    best = dict(zip(torch.cat(users).tolist(), torch.cat(items).tolist(), strict=True))
+    for results in zip(*(report["results"] for report in rest["evaluated"]), strict=True):
+        for result in results:
+            assert {name: result[name] for name in expected} == pytest.approx(expected, abs=2e-3)
+        predicted = {u: i for r in results for u, i in zip(r["users"], r["items"], strict=True)}
+        assert sum(len(r["users"]) for r in results) == len(predicted)
+        assert predicted.keys() == best.keys()  # every user once
+        assert sum(predicted[user] == best[user] for user in best) >= 0.98 * len(best)  # ranks round differently
+    same_weights = rest["evaluated"][0]["results"]
+    metrics = [{k: v for k, v in result.items() if "/" in k} for result in same_weights]
+    assert metrics[0] == metrics[1]  # however they are sharded
+
+
+def test_rows_follow_the_schedule_and_are_clipped_if_asked(rest, rest_out, one):
+    rest["options of rows"]
+    expected = one(rows="adagrad", scheduled=True)
+    weight = {
+        name: relative(rest_out / f"rows-{name}.ckpt", expected)["embeddings.weight"] for name in ("plain", "follow", "clipped")
+    }
+    assert weight["plain"] <= TOLERANCE
+    assert weight["follow"] > 100 * TOLERANCE
+    # AdaGrad does not care for the size of gradients that are all clipped to one norm, but its state does.
+    state = torch.load(rest_out / "rows-clipped.ckpt", weights_only=True)["state_dict"]["embeddings.optimizer.sum"]
+    assert 0 < float(state.sum().sqrt()) <= 4 * 1e-6 * 1.001
+
+
+def test_tables_that_another_trainer_divided_are_refused(rest):
+    for text in rest["divided otherwise"]:
+        assert "already been divided" in text
