@@ -25,14 +25,17 @@ def part_of(full: Tensor, sharding: Sharding, member: int) -> Tensor:
 
 
 def keep_part(table: EmbeddingTable, sharding: Sharding, member: int) -> None:
-    """Replaces a whole table's weight and row state by the member's part."""
+    """Replaces a whole table's weight and row state by the member's part; makes no more than that of a deferred table."""
     rows = table.num_rows
+    table.owned = sharding.owned(member)
+    if table.initial is not None:
+        table.make_rows(piece.rows for piece in sharding.pieces(member))
+        return
     table.weight = nn.Parameter(part_of(table.weight.detach(), sharding, member), requires_grad=False)
     for name, buffer in list(table.named_buffers()):
         if is_sharded(buffer, rows):
             owner, _, attribute = name.rpartition(".")
             setattr(table.get_submodule(owner), attribute, part_of(buffer, sharding, member))
-    table.owned = sharding.owned(member)
 
 
 def local_tensors(table: EmbeddingTable) -> dict[str, Tensor]:

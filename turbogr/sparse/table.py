@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from turbogr.ops.backend import Backend, check_backend
 from turbogr.ops.embedding_lookup import jagged_embedding_lookup, sum_by_row
 from turbogr.ops.unique import unique_ids
 from turbogr.sparse.catalogue import Catalogue, LocalCatalogue
+from turbogr.sparse.initial_rows import InitialRows, are_deferred
 from turbogr.sparse.optimizers import LazyAdam, RowOptimizer
 
 ITEMS = "items"
@@ -130,6 +131,7 @@ class EmbeddingTable(nn.Module):
         spans: table -> its rows in the row space.
         owned: table -> those of its own rows, numbered from 0, that lie in this process, one table after the other in `weight`:
             all of them, unless an engine keeps the rows.
+        initial: of rows that are still to be made (`turbogr.sparse.initial_rows.deferred_rows`), else None.
 
     Raises:
         ConfigurationError: if `init_std` is negative or `backend` is unknown.
@@ -148,6 +150,7 @@ class EmbeddingTable(nn.Module):
         self.spans: dict[str, range] = {}
         self.owned: dict[str, range] = {}
         self.engine: RowEngine | None = None
+        self.initial: InitialRows | None = None
         self._pending: list[Lookup] = []
 
     def allocate(self, tables: int | Mapping[str, int], dim: int) -> None:
@@ -172,10 +175,28 @@ class EmbeddingTable(nn.Module):
             self.spans[name] = range(start, start + rows)
             self.owned[name] = range(rows)
             start += rows
-        weight = nn.init.trunc_normal_(torch.empty(start, dim), std=self.init_std, a=-2 * self.init_std, b=2 * self.init_std)
+        initial = InitialRows(start, dim, self.init_std)
+        if are_deferred():
+            self.initial = initial
+            with torch.device("meta"):
+                self._set_rows(torch.empty(start, dim))
+        else:
+            self._set_rows(initial.rows([range(start)]))
+
+    def make_rows(self, pieces: Iterable[range]) -> None:
+        """Makes some of the rows that `deferred_rows` put off, with the optimizer's state, and never any others.
+
+        Args:
+            pieces: of the row space, in the order of `weight`; an engine's part.
+        """
+        assert self.initial is not None, "nothing was put off"
+        initial, self.initial = self.initial, None
+        self._set_rows(initial.rows(pieces))
+
+    def _set_rows(self, weight: Tensor) -> None:
         # No requires_grad: gradients arrive on a batch's leaf, and no dense optimizer may ever see the table.
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.optimizer.allocate(start, dim)
+        self.optimizer.allocate(*weight.shape)
 
     @property
     def num_rows(self) -> int:
@@ -241,6 +262,11 @@ class EmbeddingTable(nn.Module):
         trains = self.training and torch.is_grad_enabled()
         if self.engine is not None and trains:
             return self.engine.take(features)
+        if self.initial is not None:
+            raise ConfigurationError(
+                "the table's rows were put off (deferred_rows, Trainer.init_module), and only TurboGRStrategy makes them: "
+                "train with strategy turbogr, or build the model outside that context"
+            )
         request = self.request(features)
         if self.engine is not None:
             return Lookup(request.ids, self.engine.fetch(request), request.index, self.backend)
