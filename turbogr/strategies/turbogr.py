@@ -175,11 +175,16 @@ class TurboGRStrategy(DDPOnNPU):
         self._shard(table)
         ignored = [name for name, part in module.named_modules() if part is table]
         names = [f"{prefix}.{key}" if prefix else key for prefix in ignored for key in self.engine.local_state()]
+        # DDP would broadcast buffers before every forward pass; integers come with the data and are the same on all ranks.
+        names += [name for name, buffer in module.named_buffers() if not buffer.is_floating_point()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         self.pipeline = Pipeline(self.engine, module, self._to_device, self.stop)  # type: ignore[arg-type]
         self._lookahead = None
         super().setup(trainer)
-        if self.world_size > 1:
+        if self.world_size == 1:
+            # For a strategy of several ranks Lightning replaces a shuffling sampler by another, with another order.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        else:
             # Lightning's own handler begins a broadcast wherever the main thread stands, and its loop waits for another one
             # at every step. Here the signal travels with the agreement on each batch.
             trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[assignment, method-assign]
