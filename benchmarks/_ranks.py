@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import queue
 import tempfile
 import time
@@ -64,7 +65,7 @@ def _collect(answers: Any, processes: list[Any], deadline: float) -> list[Any]:
             continue
         if error is not None:
             raise SystemExit(f"rank {rank} failed:\n{error}")
-        results[rank] = result
+        results[rank] = pickle.loads(result)
     return [results[rank] for rank in range(len(processes))]
 
 
@@ -76,7 +77,8 @@ def _rank(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
     )
     try:
-        answers.put((rank, None, function(*arguments)))
+        # Pickled here: the queue would pass tensors as handles, which are gone when this process is.
+        answers.put((rank, None, pickle.dumps(function(*arguments))))
         dist.barrier()
     except BaseException:
         answers.put((rank, traceback.format_exc(), None))
