@@ -75,6 +75,7 @@ def test_command_line(tmp_path, capsys):
     assert manifest["options"] == {
         "repeats": "last", "k_core": 3, "k_core_passes": 1, "max_length": 7, "protocol": "published", "memory_limit": "2GB",
         "min_rating": 2.0, "features": [], "item_features": [], "item_key": None, "text_features": [],
+        "vocabulary_of": None,
     }  # fmt: skip
     for step in manifest["counts"]:
         assert step["step"] in shown.out

@@ -80,6 +80,7 @@ def _prepare(args: argparse.Namespace) -> None:
         item_features=tuple(args.item_features),
         item_key=args.item_key,
         text_features=args.text_features,
+        vocabulary_of=args.vocabulary_of,
         protocol=args.protocol,
         memory_limit=args.memory_limit,
     )
@@ -174,6 +175,9 @@ def _add_prepare_arguments(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--item-key", metavar="COLUMN", help="column of items in these tables (default: the source's own)")
     group.add_argument("--text-features", type=_names, default=(), metavar="A,B,…", help="features that are text in any case")
+    group.add_argument(
+        "--vocabulary-of", metavar="DIR", help="keep the rows of items and features of this prepared folder, for its models"
+    )
     group = command.add_argument_group("kuairand")
     group.add_argument(
         "--signals",

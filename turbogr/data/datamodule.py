@@ -218,10 +218,10 @@ class SequenceDataModule(LightningDataModule):
                     "the batches that were not yet trained, which needs the same data and options; restore them, or start a "
                     "new run"
                 )
-        elif state_dict.get("content_hash") != ours["content_hash"]:
+        elif state_dict.get("content_hash") not in (ours["content_hash"], self.prepared.manifest.get("vocabulary")):
             rank_zero_warn(
                 f"the checkpoint was trained on other data than {self.prepared.path} (content_hash differs): its item rows "
-                "must mean the same items"
+                "must mean the same items (new logs are prepared for a model with --vocabulary-of)"
             )
 
     def _evaluation_loader(self, stage: Stage) -> EvaluationLoader:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,14 @@ FOLDER = "features"
 
 _SQL_TYPES = {pa.int64(): "BIGINT", pa.float64(): "DOUBLE", pa.string(): "VARCHAR"}
 _BATCH_ROWS = 1 << 20
+
+
+class Known(Protocol):
+    """Features whose values have rows already."""
+
+    def values(self, name: str) -> pa.Array:
+        """The value of every row, null in row 0."""
+        ...
 
 
 class FeatureFiles:
@@ -65,24 +73,40 @@ class FeatureFiles:
 class EventFeatures:
     """The features of events; in the table ``raw`` their columns are named ``feature_0``, ``feature_1`` and so on."""
 
-    def __init__(self, names: Sequence[str], database: Database) -> None:
+    def __init__(self, names: Sequence[str], database: Database, known: Known | None = None) -> None:
         """Take the features.
 
         Args:
             names: of the features, in the order of their columns.
             database: where the events are.
+            known: the values that have rows; None takes those that occur.
         """
-        self.names, self._database = list(names), database
+        self.names, self._database, self._known = list(names), database, known
 
     def columns(self, table: pa.Table) -> str:
-        """SQL for the columns of ``raw``, given the first table that goes into it; each begins with a comma."""
+        """SQL for the columns of ``raw``, given the first table that goes into it; each begins with a comma.
+
+        Raises:
+            DataError: values are text where the known ones are numbers, or the reverse.
+        """
+        for name in self.names:
+            ours = table[name].type
+            theirs = ours if self._known is None else self._known.values(name).type
+            if pa.types.is_string(ours) != pa.types.is_string(theirs):
+                raise DataError(f"feature {name!r} is of type {ours} in the logs, but of type {theirs} in --vocabulary-of")
         types = [_SQL_TYPES[table[name].type] for name in self.names]
         return "".join(f", feature_{number} {kind}" for number, kind in enumerate(types))
 
     def number(self) -> None:
-        """Number the values of all events that the source's own filters leave, from 1, in ascending order."""
-        for number in range(len(self.names)):
-            _number_values(self._database, f"feature_{number}", f"feature_{number}", "raw WHERE dropped = 0")
+        """Number the known values, else those of all events that the source's own filters leave, from 1, in ascending order."""
+        for number, name in enumerate(self.names):
+            if self._known is None:
+                _number_values(self._database, f"feature_{number}", f"feature_{number}", "raw WHERE dropped = 0")
+                continue
+            values = self._known.values(name).slice(1)
+            self._database.execute(f"CREATE TABLE feature_{number} (value {_SQL_TYPES[values.type]}, code INTEGER)")
+            codes = np.arange(1, 1 + len(values), dtype=np.int32)
+            self._database.append(f"feature_{number}", pa.table({"value": values, "code": codes}))
 
     @property
     def select(self) -> str:
@@ -110,14 +134,15 @@ class EventFeatures:
             DataError: no event that is left has a value of a feature.
         """
         total = int(store.lengths.sum())
-        known, counts, row_of = [], [], []
+        known, counts, kept_rows, row_of = [], [], [], []
         for number, name in enumerate(self.names):
             values = self._database.table(f"SELECT value FROM feature_{number} ORDER BY code")["value"].combine_chunks()
             counts.append(store.feature_counts(number, 1 + len(values)))
-            kept = counts[-1][1:] > 0
+            kept = counts[-1][1:] > 0 if self._known is None else np.ones(len(values), dtype=bool)
             if not kept.any():
                 raise DataError(f"{first_file}: column {name!r}: no event that is kept has a value; leave this feature out")
             known.append(values.filter(pa.array(kept)))
+            kept_rows.append(np.concatenate([[True], kept]))
             row_of.append(np.concatenate([[MISSING_ROW], np.cumsum(kept)]).astype(np.int32))
         with ExitStack() as stack:
             streams = [stack.enter_context(npy(files.rows_file(name), np.int32, total)) for name in self.names]
@@ -129,8 +154,8 @@ class EventFeatures:
                 return rows
 
             yield write
-        for name, values, count in zip(self.names, known, counts, strict=True):
-            files.add(name, "event", values, count[np.concatenate([[True], count[1:] > 0])])
+        for name, values, count, kept in zip(self.names, known, counts, kept_rows, strict=True):
+            files.add(name, "event", values, count[kept])
 
 
 class ItemFeatures:

@@ -6,9 +6,8 @@ sorted events. Nothing is written into the output folder before everything is do
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +18,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 from turbogr import __version__
 from turbogr.data.encoding import EventFeatures, FeatureFiles, ItemFeatures
 from turbogr.data.filtering import EventStore, drop_repeats, drop_short, k_core, keep_newest
-from turbogr.data.manifest import MIN_EVENTS, PROTOCOLS, ContentHash, length_percentiles, write_manifest
+from turbogr.data.manifest import MIN_EVENTS, ContentHash, length_percentiles, write_manifest
+from turbogr.data.options import SOURCES, WITHOUT_MEANING, PrepareOptions
 from turbogr.data.sources.categories import check_names
 from turbogr.data.sources.common import Intake, Source
 from turbogr.data.sources.events import Events
@@ -27,112 +27,13 @@ from turbogr.data.sources.item_tables import ItemTable
 from turbogr.data.sources.kuairand import SIGNALS, KuaiRand
 from turbogr.data.sources.movielens import MovieLens
 from turbogr.data.sources.sequences import Sequences
+from turbogr.data.vocabulary import KnownItems, Vocabulary
 from turbogr.data.workspace import Database, npy, workspace
 from turbogr.errors import ConfigurationError, DataError
 
-SOURCES = ("movielens", "kuairand", "sequences", "events")
-_K_CORE = {"kuairand": 5}
-# Options that only some sources have; given to another one they would be silently without effect.
-_BELONGS = {
-    "signals": ("kuairand",),
-    "keep_hated": ("kuairand",),
-    "min_rating": ("movielens",),
-    "user": ("events",),
-    "item": ("events",),
-    "time": ("events",),
-    "where": ("events",),
-    "time_unit": ("events",),
-    "string_ids": ("events", "sequences"),
-    "features": ("movielens", "kuairand", "events"),
-}
-# What they mean is in the arrays and values of the features, which the content hash covers; a path of a file is not meant.
-_OF_FEATURES = ("features", "item_features", "item_key", "text_features")
+__all__ = ["SOURCES", "PrepareOptions", "prepare"]
+
 _ROW_GROUP = 1 << 20
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """Every option of ``turbogr data prepare``; ``docs/data.md`` explains the choices.
-
-    Attributes:
-        signals: kuairand: an event is positive if one of these columns is 1; None means the paper's six; () keeps all events.
-        keep_hated: kuairand: keep events that the user marked as hated.
-        min_rating: movielens: drop lower ratings.
-        user: events: name of the column of users.
-        item: events: name of the column of items.
-        time: events: name of the column of times.
-        where: events: SQL condition; rows for which it is not true are dropped.
-        time_unit: events: ``"s"``, ``"ms"``, or ``"auto"`` to tell it by the size of the times.
-        string_ids: events, sequences: ids are text.
-        repeats: of several events of one user with one item keep all (``"keep"``), the first, or the last.
-        k_core: least number of events of every user and item; 0 is off; None is 5 for kuairand, else 0.
-        k_core_passes: passes of the k-core filter; None repeats it until nothing changes.
-        max_length: keep the newest so many events of each user; None keeps all.
-        features: features of events: movielens ``rating``; kuairand categorical columns of the logs or ``actions``, all signals
-            of an event as one category; events: names of columns.
-        item_features: features of items: ``FILE:COLUMN[,COLUMN…]``, each a table (CSV or Parquet) of one row an item.
-        item_key: name of the column of items in these tables; None is the source's own (``video_id``, ``movieId``, ``item``).
-        text_features: those of the features that are text whatever their cells look like.
-        protocol: ``"three_way"`` or ``"published"``; recorded, and applied by the data module.
-        memory_limit: what DuckDB may use, such as ``"2GB"``; the process needs about 1 GiB more.
-    """
-
-    signals: tuple[str, ...] | None = None
-    keep_hated: bool = False
-    min_rating: float | None = None
-    user: str | None = None
-    item: str | None = None
-    time: str | None = None
-    where: str | None = None
-    time_unit: Literal["auto", "s", "ms"] = "auto"
-    string_ids: bool = False
-    repeats: Literal["keep", "first", "last"] = "keep"
-    k_core: int | None = None
-    k_core_passes: int | None = None
-    max_length: int | None = None
-    features: tuple[str, ...] = ()
-    item_features: tuple[str, ...] = ()
-    item_key: str | None = None
-    text_features: tuple[str, ...] = ()
-    protocol: Literal["three_way", "published"] = "three_way"
-    memory_limit: str = "2GB"
-
-    def __post_init__(self) -> None:
-        choices = {"time_unit": ("auto", "s", "ms"), "repeats": ("keep", "first", "last"), "protocol": PROTOCOLS}
-        for name, valid in choices.items():
-            if getattr(self, name) not in valid:
-                raise ConfigurationError(f"{_flag(name)} is {getattr(self, name)!r}; choose one of {', '.join(valid)}")
-        for name, least, off in (("k_core", 0, "0 turns it off"), ("k_core_passes", 1, "leave it out for as many as needed")):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigurationError(f"{_flag(name)} is {value}; it must be at least {least} ({off})")
-        if self.max_length is not None and self.max_length < MIN_EVENTS:
-            raise ConfigurationError(f"--max-length is {self.max_length}; a user needs at least {MIN_EVENTS} events")
-
-    def resolved(self, source: str) -> dict[str, Any]:
-        """All options that a source has, with its defaults filled in, as JSON values.
-
-        Args:
-            source: one of ``SOURCES``.
-
-        Raises:
-            ConfigurationError: no such source, or an option that it does not have.
-        """
-        if source not in SOURCES:
-            raise ConfigurationError(f"unknown source {source!r}; choose one of {', '.join(SOURCES)}")
-        for option in fields(self):
-            owners = _BELONGS.get(option.name, SOURCES)
-            if source not in owners and getattr(self, option.name) != option.default:
-                raise ConfigurationError(f"{_flag(option.name)} is an option of {' and '.join(owners)}, not of {source}")
-        missing = [_flag(name) for name in ("user", "item", "time") if source == "events" and getattr(self, name) is None]
-        if missing:
-            raise ConfigurationError(f"the source events needs {', '.join(missing)}: the names of the columns")
-        values = {name: value for name, value in asdict(self).items() if source in _BELONGS.get(name, SOURCES)}
-        values["k_core"] = _K_CORE.get(source, 0) if self.k_core is None else self.k_core
-        values["k_core_passes"] = self.k_core_passes or "fixpoint"
-        if source == "kuairand":
-            values["signals"] = SIGNALS if self.signals is None else self.signals
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def prepare(
@@ -160,9 +61,15 @@ def prepare(
         ConfigurationError: an option that the source does not have, or of impossible value.
     """
     options = options or PrepareOptions()
+    vocabulary = None
+    if options.vocabulary_of is not None:
+        vocabulary = Vocabulary(options.vocabulary_of)
+        options = vocabulary.complete(options)
     settings = options.resolved(source)
     item_tables = _item_tables(source, options)
     reader = _reader(source, [Path(path) for path in paths], options)
+    if vocabulary is not None:
+        reader = KnownItems(reader, vocabulary)
     with workspace(Path(out)) as (folder, scratch):
         progress = Progress(
             SpinnerColumn(),
@@ -173,7 +80,7 @@ def prepare(
             console=console or Console(quiet=True),
         )
         with progress, Database(scratch, options.memory_limit) as database:
-            work = _Preparation(source, reader, item_tables, settings, folder, scratch, database, progress)
+            work = _Preparation(source, reader, item_tables, vocabulary, settings, folder, scratch, database, progress)
             return work.run()
 
 
@@ -185,6 +92,7 @@ class _Preparation:
         source: str,
         reader: Source,
         item_tables: list[ItemTable],
+        vocabulary: Vocabulary | None,
         settings: dict[str, Any],
         folder: Path,
         scratch: Path,
@@ -194,7 +102,8 @@ class _Preparation:
         self._source, self._reader, self._settings = source, reader, settings
         self._folder, self._scratch, self._database, self._progress = folder, scratch, database, progress
         self._counts: list[dict[str, Any]] = []
-        self._event_features = EventFeatures(reader.features, database)
+        self._vocabulary = vocabulary
+        self._event_features = EventFeatures(reader.features, database, vocabulary)
         self._item_tables = item_tables
         self._item_features = [ItemFeatures(table, number, database) for number, table in enumerate(item_tables)]
 
@@ -203,9 +112,9 @@ class _Preparation:
         store = self._order()
         too_short = self._filter(store)
         content = ContentHash()
-        # The memory limit changes how the work is done, never what comes out.
-        meaning = {name: value for name, value in self._settings.items() if name not in ("memory_limit", *_OF_FEATURES)}
-        content.add_settings({**meaning, "source": self._source, "time_unit": self._reader.time_unit})
+        meaning = {name: value for name, value in self._settings.items() if name not in WITHOUT_MEANING}
+        known = {} if self._vocabulary is None else {"vocabulary": self._vocabulary.content_hash}
+        content.add_settings({**meaning, **known, "source": self._source, "time_unit": self._reader.time_unit})
         lengths = store.lengths[store.lengths > 0]
         features = self._write(store, content)
         counts = store.counts()
@@ -219,11 +128,12 @@ class _Preparation:
             "counts": self._counts,
             "too_short": too_short,
             "num_users": counts["users"],
-            "num_items": counts["items"],
+            "num_items": counts["items"] if self._vocabulary is None else self._vocabulary.num_items,
             "num_events": counts["events"],
             "length_percentiles": length_percentiles(lengths),
             "maps": {"users": "users.parquet", "items": "catalogue.parquet"},
             "features": features,
+            **known,
             "content_hash": content.hexdigest(),
         }
         return write_manifest(self._folder, manifest)
@@ -271,8 +181,11 @@ class _Preparation:
                     f"{last} AS n FROM {name}s WHERE {last} > 0 ORDER BY id"
                 )
                 database.execute(f"DROP TABLE {name}s")
+            if self._vocabulary is not None:
+                database.execute(f"CREATE OR REPLACE TABLE item_rows (id {self._id_type}, row INTEGER)")
+                database.append("item_rows", self._vocabulary.item_rows())
             lengths = database.table("SELECT CAST(n AS BIGINT) AS n FROM user_rows ORDER BY row")["n"].to_numpy()
-            items = int(self._counts[-1]["items"])
+            items = int(database.table("SELECT count(*) AS n FROM item_rows")["n"][0].as_py())
             features = self._event_features
             features.number()
             query = (
@@ -307,6 +220,8 @@ class _Preparation:
     def _write(self, store: EventStore, content: ContentHash) -> list[dict[str, Any]]:
         """Renumber what is left and write the folder's files; the hash reads them back. Gives the features' entries."""
         kept_users, kept_items = store.lengths > 0, store.item_counts > 0
+        if self._vocabulary is not None:
+            kept_items[:] = True
         item_row = (np.cumsum(kept_items) - 1).astype(np.int32)
         lengths = store.lengths[kept_users]
         total = int(lengths.sum())
@@ -341,6 +256,8 @@ class _Preparation:
                 content.add_array(name, np.load(folder / f"{name}.npy", mmap_mode="r"))
             for features in self._item_features:
                 features.write(int(kept_items.sum()), files)
+            if self._vocabulary is not None:
+                self._vocabulary.write_item_features(files)
         return files.entries
 
     def _write_map(self, name: str, kept: np.ndarray, counts: np.ndarray, file: Path, content: ContentHash) -> None:
@@ -393,7 +310,3 @@ def _item_tables(source: str, options: PrepareOptions) -> list[ItemTable]:
         if name not in names:
             raise ConfigurationError(f"--text-features names {name!r}, which is not among the features: {', '.join(names)}")
     return tables
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
