@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.data.make import write_prepared
 from tests.data.test_resume import BATCHES, EPOCHS, Run, assert_resumes_exactly
@@ -97,3 +98,12 @@ def test_stopped_and_resumed_twice(folder: Path, tmp_path: Path):
     parts += [run(folder, tmp_path, resume=last, trainer_options={"max_steps": 9})]
     parts += [run(folder, tmp_path, resume=last)]
     assert_resumes_exactly(whole, parts)
+
+
+def test_last_checkpoint_knows_the_best_of_its_own_epoch(folder: Path, tmp_path: Path):
+    # The one that it is added before saves after each epoch too.
+    best = ModelCheckpoint(tmp_path, "best", monitor="epoch", mode="max")
+    run(folder, tmp_path, best, trainer_options={"max_epochs": 1})
+    states = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
+    state = next(state for name, state in states.items() if name.startswith("ModelCheckpoint"))
+    assert state["best_model_path"] == best.best_model_path != ""

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from turbogr.strategies import TurboGRStrategy
@@ -57,6 +57,12 @@ class LastCheckpoint(Checkpoint):
         self._process = os.getpid()
         self._epoch_ends = self._pending = self._postponed = False
         self._saved = -1  # global step of the last checkpoint within an epoch
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Comes after every other checkpoint callback: what they count as best is part of what is saved."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # A new list: Lightning is going through the other one.
+        trainer.callbacks = [c for c in callbacks if c is not self] + [self]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes over the signals (Lightning took SIGTERM before this)."""
