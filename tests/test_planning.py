@@ -213,8 +213,8 @@ def test_features_are_counted(combine, featured):
     assert sum(step.kept.values()) == retained(lambda: model.training_step(batch, 0))
     forget()
     assert step.most_bytes == pytest.approx(allocations(lambda: model.training_step(batch, 0).backward())[1], rel=0.02)
-    items = len(torch.cat([batch.values, batch.targets, batch.negatives.flatten()]).unique())
-    projected = items * 2 * D * D + batch.num_tokens * 3 * D * D if combine == "concat" else 0
+    # Every distinct row is projected once; and so is what each token's item has become.
+    projected = (step.distinct_rows + batch.num_tokens) * D * D if combine == "concat" else 0
     assert step.forward["products"] == 2 * (BLOCKS * step.tokens * dense_of("hstu") + projected)
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from turbogr.batch import JaggedBatch
 from turbogr.data.features import SIDES, FeatureTable
 from turbogr.errors import ConfigurationError
+from turbogr.ops.backend import Backend
 from turbogr.ops.embedding_lookup import jagged_embedding_lookup
 from turbogr.sparse.table import ITEMS, EmbeddingTable, Features, ItemFeature, Lookup, SparseFeature
 
@@ -112,18 +113,10 @@ class Tokens(nn.Module):
         """
         if len(self.tables) == 1:
             return lookup.rows, lookup[VALUES]
-        stops = torch.tensor(list(accumulate(self.tables.values())), device=lookup.ids.device)
-        edges = [0, *torch.searchsorted(lookup.ids, stops).tolist()]
-        # Split, so that each table's gradient has that table's rows alone, and all of them become one in a single pass.
-        rows = dict(zip(self.tables, lookup.rows.split([b - a for a, b in pairwise(edges)]), strict=True))
-        starts = dict(zip(self.tables, edges, strict=False))
-
-        def found(name: str) -> Tensor:
-            return jagged_embedding_lookup([rows[name]], lookup.index[name] - starts[name], backend=lookup.backend)
-
-        items = self._combined("item", rows[ITEMS], [found(name) for name in self.names["item"]])
+        rows, found = self._split(lookup)
+        items = self._combined("item", rows, found, lookup.backend)
         tokens = jagged_embedding_lookup([items], lookup.index[VALUES], backend=lookup.backend)
-        return items, self._combined("event", tokens, [found(name) for name in self.names["event"]])
+        return items, self._combined("event", tokens, found, lookup.backend)
 
     @torch.no_grad()
     def catalogue(self, table: EmbeddingTable) -> Tensor | None:
@@ -142,16 +135,30 @@ class Tokens(nn.Module):
         for start, stop in pairwise(len(owned) * k // pieces for k in range(pieces + 1)):
             ids = {name: self.item_rows(name)[owned.start + start : owned.start + stop] for name in names}
             lookup = table({name: SparseFeature(name, rows_of) for name, rows_of in ids.items()})
-            vectors[start:stop] = self._combined("item", rows[start:stop], [lookup[name] for name in names])
+            vectors[start:stop] = self._combined("item", rows[start:stop], self._split(lookup)[1], lookup.backend)
         return vectors
 
-    def _combined(self, side: str, base: Tensor, parts: list[Tensor]) -> Tensor:
-        weight = self.get_parameter(f"{side}_weight") if parts and self.combine == "concat" else None
-        if weight is not None:
-            # Under autocast the product is narrower; what is looked up is not.
-            return F.linear(torch.cat([base, *parts], 1), weight).to(base.dtype)
-        for part in parts:
-            base = base + part
+    def _split(self, lookup: Lookup) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+        """Rows of the distinct items; feature -> its distinct rows, and which of them each item or event has."""
+        stops = torch.tensor(list(accumulate(self.tables.values())), device=lookup.ids.device)
+        edges = [0, *torch.searchsorted(lookup.ids, stops).tolist()]
+        # Split, so that each table's gradient has that table's rows alone, and all of them become one in a single pass.
+        items, *features = lookup.rows.split([b - a for a, b in pairwise(edges)])
+        names = [name for name in self.tables if name != ITEMS]
+        parts = zip(names, features, edges[1:], strict=False)
+        return items, {name: (rows, lookup.index[name] - start) for name, rows, start in parts if name in lookup.index}
+
+    def _combined(self, side: str, base: Tensor, found: dict[str, tuple[Tensor, Tensor]], backend: Backend) -> Tensor:
+        """v of rows of items, or x of the v of each token's item."""
+        names = self.names[side]
+        blocks: Sequence[Tensor | None] = [None] * (1 + len(names))
+        if names and self.combine == "concat":
+            # W [a; b] = W_a a + W_b b: each distinct row is projected once, and nothing is concatenated.
+            blocks = self.get_parameter(f"{side}_weight").split(base.shape[1], 1)
+        base = _projected(base, blocks[0])
+        for name, block in zip(names, blocks[1:], strict=True):
+            rows, index = found[name]
+            base = base + jagged_embedding_lookup([_projected(rows, block)], index, backend=backend)
         return base
 
     def _buffer(self, name: str) -> str:
@@ -169,6 +176,11 @@ class Tokens(nn.Module):
                     "or in the rows of items; use the prepared folder and data.features that it was trained with"
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _projected(rows: Tensor, block: Tensor | None) -> Tensor:
+    # Under autocast the product is narrower; what is looked up is not.
+    return rows if block is None else F.linear(rows, block).to(rows.dtype)
 
 
 def _fingerprint(feature: FeatureTable) -> int:
