@@ -185,12 +185,13 @@ class ItemFeatures:
                 definition = ", ".join(f"{name} {kind}" for name, kind in zip(columns, kinds, strict=True))
                 self._database.execute(f"CREATE TABLE {self._name} ({definition})")
             self._database.append(self._name, rows)
+        # Counts spill to disk where lists of places would not; the places are those of one item.
+        again = f"SELECT item FROM {self._name} GROUP BY item HAVING count(*) > 1 ORDER BY min(rowid) LIMIT 1"
         twice = self._database.table(
-            f"SELECT item, list(place ORDER BY place) AS places FROM (SELECT item, rowid AS place FROM {self._name}) "
-            "GROUP BY item HAVING count(*) > 1 ORDER BY list(place ORDER BY place)[2] LIMIT 1"
+            f"SELECT item, rowid AS place FROM {self._name} WHERE item = ({again}) ORDER BY place LIMIT 2"
         ).to_pylist()
         if twice:
-            first, second = (self._table.place_of(place) for place in twice[0]["places"][:2])
+            first, second = (self._table.place_of(row["place"]) for row in twice)
             raise second.error(
                 self._table.key,
                 f"item {twice[0]['item']!r} is there again (first in {first.word} {first.number}); keep one of its rows",
