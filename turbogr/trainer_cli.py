@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +46,7 @@ from turbogr.errors import ConfigurationError, TurboGRError
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.resources import recipes_dir
 from turbogr.run_folder import BEST, CONFIG_KEY, Checkpoint, RunFolder
+from turbogr.sparse.initial_rows import deferred_rows
 from turbogr.strategies import TurboGRStrategy
 from turbogr.strategies.failures import RankFailedError
 
@@ -90,7 +92,7 @@ def run(command: str, args: list[str], cli: type[TurboGRCLI] | None = None) -> i
         raise ConfigurationError(" ".join(str(error).split())) from error
     except (TypeError, ValueError) as error:
         # jsonargparse wraps what a constructor raises into an error of its own.
-        if (cause := _users_error(error)) is None:
+        if (cause := _users_error(error) or _of_strategy(error)) is None:
             raise
         raise cause from error
     return 0
@@ -245,6 +247,14 @@ class TurboGRCLI(LightningCLI):
                 "optimizers that it was begun with; restore these options, or start a new run"
             )
 
+    def instantiate_classes(self) -> None:
+        """Rows of tables that will be divided among the ranks are made by the ranks that keep them."""
+        strategy = self.config[self.command].trainer.strategy
+        name = strategy.class_path if isinstance(strategy, Namespace) else strategy
+        sharded = str(name).rpartition(".")[2] in ("turbogr", TurboGRStrategy.__name__)
+        with deferred_rows() if sharded else nullcontext():
+            super().instantiate_classes()
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Adds what a run has without being asked: progress, throughput, Ctrl-C."""
         config = self.config_init[self.command].trainer
@@ -386,6 +396,12 @@ def _users_error(error: BaseException | None) -> TurboGRError | None:
     while error is not None and not isinstance(error, TurboGRError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def _of_strategy(error: Exception) -> TurboGRError | None:
+    """What TurboGRStrategy's constructor said: where a name would do as well, jsonargparse keeps its text alone."""
+    said = [line.partition(" - ")[2] for line in str(error).splitlines() if f" - {TurboGRStrategy.__name__}: " in line]
+    return ConfigurationError(said[0]) if said else None
 
 
 def _chosen(parser: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,20 @@ def test_the_table_is_given_back(folder):
         pl.Trainer(**QUIET, **options, devices=1, strategy=strategy).fit(model, data)
         assert model.embeddings.engine is None
         assert len(model.embeddings.weight) == model.embeddings.num_rows
+
+
+def test_rows_may_be_made_by_the_ranks_that_keep_them(folder):
+    """In `Trainer.init_module()`: they start as they would have."""
+    ends = []
+    for late in (False, True):
+        options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0, "enable_checkpointing": False}
+        trainer = pl.Trainer(**QUIET, **options, devices=1, strategy=TurboGRStrategy())
+        with trainer.init_module() if late else nullcontext():
+            model, data = build(folder, 1)
+        assert model.embeddings.weight.is_meta == late
+        trainer.fit(model, data)
+        ends.append(model.state_dict())
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
 def test_rows_follow_the_schedule_and_are_clipped_if_asked():

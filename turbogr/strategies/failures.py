@@ -11,6 +11,7 @@ from turbogr.errors import TurboGRError
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_FOR_OTHERS = 3.0  # to learn of a failure, before the failing rank takes its connections (and maybe the store) along
+_SIGNS_OF_LOSS = ("remote worker", "connection closed", "connection reset", "broken pipe")
 
 
 class RankFailedError(TurboGRError):
@@ -18,11 +19,9 @@ class RankFailedError(TurboGRError):
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether an error only says that another process is gone."""
+    """Whether an error only says that another process is gone, in gloo's words or the system's."""
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("connection closed", "connection reset", "broken pipe")
-    )
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS_OF_LOSS)
 
 
 class FailureBoard:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import atexit
 import itertools
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,7 @@ from turbogr.checkpoints import use_checkpoint_files
 from turbogr.errors import ConfigurationError
 from turbogr.sparse.engine import SparseEngine
 from turbogr.sparse.exchange import ExchangeForm
+from turbogr.sparse.initial_rows import deferred_rows
 from turbogr.sparse.sharding import Sharding, ShardingKind
 from turbogr.sparse.table import EmbeddingTable
 from turbogr.sparse.topology import HSPTopology
@@ -212,6 +214,12 @@ class TurboGRStrategy(DDPOnNPU):
         stage = trainer.state.stage
         return dataloader if host_pg is None else evaluation_loader(dataloader, str(stage and stage.value), host_pg)
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Within, as in `Trainer.init_module()`, a table's rows are left to be made when it is sharded, each by its owner."""
+        with super().tensor_init_context(empty_init), deferred_rows():
+            yield
+
     # A step.
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -305,10 +313,13 @@ class TurboGRStrategy(DDPOnNPU):
             return
         step, stage = self._trainer.global_step, self._trainer.state.stage
         cause = f"{type(exception).__name__}: {str(exception).strip()}"
-        did = "lost the connection to a rank that said nothing (was it killed?)" if lost_connection(exception) else "failed"
+        lost = lost_connection(exception)
+        did = "lost the connection to a rank that said nothing (was it killed?)" if lost else "failed"
         own = f"rank {self.global_rank} {did} in {stage.value if stage else 'setup'} at step {step}: {cause}"
         first = self._board.failed_elsewhere or self._board.report(own)
-        if first != own and not first.endswith(cause):
+        if first == own and lost:
+            exception.args = (own,)
+        elif not first.endswith(cause):
             exception.args = (f"{first}\n(rank {self.global_rank} ends with it: {cause})",)
 
     def teardown(self) -> None:
