@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
 from tests.distributed.launch import report_checks
+from tests.distributed.strategy_cases import fit
 from turbogr.errors import ConfigurationError
-from turbogr.sparse.groups import Links
+from turbogr.sparse.groups import Links, tables_of
 from turbogr.sparse.links import measure_links
 from turbogr.sparse.optimizers import AdaGrad
 from turbogr.sparse.table import EmbeddingTable
-from turbogr.strategies.group_choice import settle_groups
+from turbogr.strategies import TurboGRStrategy
+from turbogr.strategies.group_choice import Means, settle_groups
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=60)
 SLOW = Links(ranks_per_node=2, local=1e9, network=1e4, latency=0.0)
@@ -23,7 +27,7 @@ def settle(groups, ids, links, memory=10**9):
     table = EmbeddingTable(AdaGrad())
     table.allocate(1000, 8)
     try:
-        cost, why = settle_groups(groups, table, ids, links, memory, 0, 2, CPU, TIMEOUT)
+        cost, why = settle_groups(groups, tables_of(table), ids, 0, Means(memory, links, 2, CPU, TIMEOUT))
     except ConfigurationError as error:
         return str(error)
     return {**asdict(cost), "why": why}
@@ -52,5 +56,21 @@ def too_large():
     return [settle(groups, torch.arange(100), SLOW, 30_000 if least else 10**9) for groups in (4, 2, 1, None)]
 
 
+def trained():
+    """The number that the strategy's option leads to, and that training then works with it."""
+    strategy = TurboGRStrategy(groups="auto", memory_per_rank="1GB", local_bandwidth="1GB", network_bandwidth="10kB")
+    trainer = fit(Path(sys.argv[1]), 4, strategy)
+    return {"groups": strategy.topology.groups, "steps": trainer.global_step}
+
+
+def refused():
+    """Tables that do not fit; on all ranks before anything is trained."""
+    try:
+        fit(Path(sys.argv[1]), 4, TurboGRStrategy(groups=4, memory_per_rank="1kB"))
+    except ConfigurationError as error:
+        return str(error)
+    return "trained"
+
+
 if __name__ == "__main__":
-    report_checks({check.__name__: check for check in (measured, shared, alone, unknown, too_large)})
+    report_checks({check.__name__: check for check in (measured, shared, alone, unknown, too_large, trained, refused)})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from tests.data.make import write_prepared
 from tests.distributed.launch import launch_checks
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
-    return launch_checks("tests.distributed.groups_worker", 4, tmp_path_factory.mktemp("groups"))
+    folder = tmp_path_factory.mktemp("groups")
+    prepared = write_prepared(folder / "prepared", num_users=40, num_items=60, min_len=5, max_len=12)
+    return launch_checks("tests.distributed.groups_worker", 4, folder / "launch", str(prepared), nodes=2)
 
 
 def same_on_all(results):
@@ -49,3 +52,12 @@ def test_the_rank_with_least_memory_decides(groups):
     assert one["why"] == "groups = 1: as asked"
     assert auto["groups"] == 1
     assert auto["why"] == "groups = 1: the only one that fits; 2, 4 do not fit into memory"
+
+
+def test_the_option_of_the_strategy(groups):
+    found = same_on_all(groups["trained"])
+    assert found["groups"] == 2, "small table, slow network: a copy on each node"
+    assert found["steps"] > 0
+    message = same_on_all(groups["refused"])
+    assert message.startswith("groups = 4 needs ")
+    assert "more than a rank's memory: use more ranks" in message

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from turbogr.errors import ConfigurationError
 from turbogr.sparse.exchange import choose_form, exchange_rows
+from turbogr.sparse.sharding import Sharding
 from turbogr.sparse.table import EmbeddingTable
 from turbogr.units import in_bytes
 
@@ -54,22 +55,31 @@ class Tables:
         rows: table -> its rows.
         dim: D, width of a row.
         row_bytes: bytes of a row with its optimizer's state.
+        whole: whether every table lies on one rank of a group as a whole, as in table-wise sharding; else by rows.
     """
 
     rows: Mapping[str, int]
     dim: int
     row_bytes: int
+    whole: bool = False
 
     def bytes_per_rank(self, group_size: int) -> int:
-        """Of the rank that has most, row-wise over a group."""
+        """Of the rank of a group that has most."""
+        if self.whole:
+            spans = {name: range(rows) for name, rows in self.rows.items()}
+            sharding = Sharding.table_wise(spans, group_size)
+            most = max(sum(len(piece.rows) for piece in sharding.pieces(member)) for member in range(group_size))
+            return most * self.row_bytes
         return sum(-(-rows // group_size) for rows in self.rows.values()) * self.row_bytes
 
 
-def tables_of(table: EmbeddingTable) -> Tables:
-    """The sizes of all tables, with the state of their optimizer; before an engine has taken its part."""
+def tables_of(table: EmbeddingTable, whole: bool = False) -> Tables:
+    """The sizes of all tables, with the state of their optimizer; before an engine has taken its part. `whole`: see Tables."""
     rows = table.num_rows
     state = sum(x.nbytes for x in table.optimizer.buffers() if x.dim() and x.shape[0] == rows)
-    return Tables({name: len(span) for name, span in table.spans.items()}, table.dim, (table.weight.nbytes + state) // rows)
+    return Tables(
+        {name: len(span) for name, span in table.spans.items()}, table.dim, (table.weight.nbytes + state) // rows, whole
+    )
 
 
 @dataclass(frozen=True)

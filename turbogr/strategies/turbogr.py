@@ -41,6 +41,7 @@ from turbogr.sparse.topology import HSPTopology
 from turbogr.strategies.agreement import StopRequest, gather_numbers
 from turbogr.strategies.checkpoint import dense_state, gathered_state, load_state, save_directory, save_gathered
 from turbogr.strategies.failures import FailureBoard, lost_connection
+from turbogr.strategies.group_choice import Asked
 from turbogr.strategies.lookahead import LookaheadLoader, evaluation_loader, training_loader
 from turbogr.strategies.npu import DDPOnNPU
 from turbogr.strategies.pipeline import InFlight, Pipeline
@@ -56,19 +57,6 @@ _runs = itertools.count(1)
 """Of this process; the other ranks count the same."""
 
 
-def choose_groups(groups: int | Literal["auto"], world_size: int, num_nodes: int) -> int:
-    """M, the number of groups.
-
-    Args:
-        groups: as asked for; "auto" makes every node a group, where that is possible.
-        world_size: W.
-        num_nodes: that the ranks are spread over evenly.
-    """
-    if groups == "auto":
-        return num_nodes if world_size % num_nodes == 0 else 1
-    return groups
-
-
 class TurboGRStrategy(DDPOnNPU):
     """Trains on W ranks as one process would: tables sharded inside groups of ranks, sparse exchange between groups.
 
@@ -79,7 +67,8 @@ class TurboGRStrategy(DDPOnNPU):
     Ranks are started by Lightning (`Trainer(devices=4, ...)`) or by torchrun.
 
     Args:
-        groups: M, the number of copies of the tables; must divide the number of ranks. "auto" chooses.
+        groups: M, the number of copies of the tables; must divide the number of ranks. "auto" chooses by the rule of
+            `turbogr.sparse.groups`, from the rows of the first batches, memory and links.
         mode: "sync", every batch sees the updates of all before it.
         sharding: of the tables over the ranks of a group; see `turbogr.sparse.sharding.ShardingKind`.
         exchange: form of the exchange between groups; "auto" takes the one that sends fewer bytes.
@@ -89,6 +78,10 @@ class TurboGRStrategy(DDPOnNPU):
             trainer's `gradient_clip_val` clips the dense parameters only.)
         checkpoint: "gathered", one file that any strategy loads; "distributed", a directory into which every rank writes its
             own rows.
+        memory_per_rank: what a rank may use for tables and dense parameters, such as "64GB"; what does not fit is refused.
+            None is the memory of the device, or a rank's share of the node's.
+        local_bandwidth: for `groups: auto`, what a rank sends in a second to ranks of its node, such as "50GB".
+        network_bandwidth: the same to ranks of other nodes; where one of the two is None, both are measured.
         timeout_s: seconds that a rank waits for another before it raises.
         process_group_backend: of `torch.distributed`; None is the device's default.
         start_method: how Lightning starts the ranks; "popen" is the only one.
@@ -117,6 +110,9 @@ class TurboGRStrategy(DDPOnNPU):
         sparse_lr: Literal["constant", "follow"] = "constant",
         sparse_clip_norm: float | None = None,
         checkpoint: Literal["gathered", "distributed"] = "gathered",
+        memory_per_rank: str | None = None,
+        local_bandwidth: str | None = None,
+        network_bandwidth: str | None = None,
         timeout_s: float = 1800.0,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -128,8 +124,7 @@ class TurboGRStrategy(DDPOnNPU):
         _check_choice("exchange", exchange, ("auto", "gather", "two_phase"))
         _check_choice("sparse_lr", sparse_lr, ("constant", "follow"))
         _check_choice("checkpoint", checkpoint, ("gathered", "distributed"))
-        if groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise ConfigurationError(f'TurboGRStrategy: groups must be 1 or more, or "auto"; got {groups!r}')
+        self._asked = Asked.of(groups, memory_per_rank, local_bandwidth, network_bandwidth)
         for name, value in (("sparse_clip_norm", sparse_clip_norm), ("timeout_s", timeout_s)):
             if value is not None and value <= 0:
                 raise ConfigurationError(f"TurboGRStrategy: {name} must be positive, got {value}")
@@ -356,8 +351,10 @@ class TurboGRStrategy(DDPOnNPU):
 
     def _shard(self, table: EmbeddingTable) -> None:
         if not hasattr(self, "topology"):
-            groups = choose_groups(self.groups, self.world_size, self.num_nodes)
-            self.topology = HSPTopology.build(groups, self.root_device.type, self._timeout or timedelta(minutes=30))
+            timeout = self._timeout or timedelta(minutes=30)
+            whole = self.sharding == "table_wise"
+            groups = self._asked.settle(self._trainer, table, whole, self.root_device, self.num_nodes, timeout)
+            self.topology = HSPTopology.build(groups, self.root_device.type, timeout)
         if table.engine is None:
             sharding = Sharding.of_kind(self.sharding, table.spans, table.dim, self.topology.group_size, self.root_device.type)
             self.engine = SparseEngine(table, self.topology, sharding, self.exchange)
