@@ -1,8 +1,8 @@
-"""HSTU, FuXi and SASRec on four public data sets through the command line, and the tables of docs/results.md.
+"""HSTU, FuXi and SASRec on four public data sets, and HSTU with features on two, as a user runs them from the command line.
 
 Each run is `turbogr fit` until validation has stopped improving and `turbogr test` of the best epoch. Every finished run is a
 row in a file of JSON lines; runs that stand there are not repeated, so a stopped matrix is taken up again by the same command,
-and a finished one only prints its tables. `--results FILE` measures anew into another file, `--page` writes the sections of
+and a finished one only prints its table. `--results FILE` measures anew into another file, `--page` writes the tables of
 docs/results.md.
 
 MovieLens-100K comes from the package registry; the other data sets are looked for in `--data`, and left out where they are not.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Yardstick:
-    """A data set and how the three models are trained on it.
+    """A data set and what is trained on it.
 
     Attributes:
         title: what it is called.
         raw: its file in the folder of real data, None where it is fetched.
         source: the source of `turbogr data prepare`.
-        options: of `turbogr fit` for all models, beyond the recipe's.
-        of_model: and for one of them: what their times need.
+        prepare: further options of `turbogr data prepare`.
+        models: what is compared: names of recipes in movielens-100k/, or variants of HSTU.
+        options: of `turbogr fit` for all of them, beyond the recipe's.
+        of_model: and for one of them: what its times need, or what makes the variant.
         epochs: at most.
         patience: epochs without a better NDCG@10 on validation after which a run ends.
     """
@@ -55,59 +57,84 @@ class Yardstick:
     title: str
     raw: str | None
     source: str
+    prepare: tuple[str, ...] = ()
+    models: Mapping[str, str] = field(default_factory=lambda: MODELS)
     options: tuple[str, ...] = ()
-    of_model: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    of_model: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     epochs: int = 100
     patience: int = 15
 
 
+RAW_KUAIRAND = "kuairand-27k-sample/log_standard_4_08_to_4_21_27k.csv"
+KUAIRAND = ("--model.backbone.dropout", "0.5")
+SECONDS = ("--model.backbone.time.unit", "1000")
+VARIANTS = {"without": "HSTU without features", "sum": "with features, sum", "concat": "with features, concat"}
+OF_VARIANT = {
+    "without": ("--data.features", "[]"),
+    "sum": ("--data.features", "all"),
+    "concat": ("--data.features", "all", "--model.combine", "concat"),
+}
 YARDSTICKS = {
     "movielens-100k": Yardstick("MovieLens-100K", None, "movielens"),
-    "ml-latest-small": Yardstick("MovieLens latest-small", "ml-latest-small/ratings.csv", "movielens", epochs=60, patience=10),
+    "ml-latest-small": Yardstick("MovieLens latest-small", "ml-latest-small/ratings.csv", "movielens", epochs=200, patience=10),
     "kuairand-27k-sample": Yardstick(
         "KuaiRand-27K, sample",
-        "kuairand-27k-sample/log_standard_4_08_to_4_21_27k.csv",
+        RAW_KUAIRAND,
         "kuairand",
-        ("--model.backbone.dropout", "0.5"),
-        {
-            "hstu": ("--model.backbone.time.unit", "1000"),
-            "fuxi": ("--model.backbone.time_encoder.unit", "86400000"),
-        },
-        epochs=60,
-        patience=10,
+        options=KUAIRAND,
+        of_model={"hstu": SECONDS, "fuxi": ("--model.backbone.time_encoder.unit", "86400000")},
+        epochs=200,
     ),
     "amazon-beauty": Yardstick(
         "Amazon Beauty",
         "amazon/Beauty.txt",
         "sequences",
-        ("--model.backbone.dropout", "0.5", "--data.max_length", "50", "--data.batch_size", "128"),
-        {"hstu": ("--model.backbone.time", "null"), "fuxi": ("--model.backbone.time_encoder.unit", "1")},
+        options=("--model.backbone.dropout", "0.5", "--data.max_length", "50", "--data.batch_size", "128"),
+        of_model={"hstu": ("--model.backbone.time", "null"), "fuxi": ("--model.backbone.time_encoder.unit", "1")},
         epochs=20,
         patience=2,
     ),
 }
+FEATURES = {
+    "kuairand-27k-sample-features": Yardstick(
+        "KuaiRand-27K, sample: actions and tab of each event",
+        RAW_KUAIRAND,
+        "kuairand",
+        prepare=("--features", "actions,tab"),
+        models=VARIANTS,
+        options=(*KUAIRAND, *SECONDS),
+        of_model=OF_VARIANT,
+    ),
+    "movielens-100k-features": Yardstick(
+        "MovieLens-100K: rating of each event",
+        None,
+        "movielens",
+        prepare=("--features", "rating"),
+        models=VARIANTS,
+        of_model=OF_VARIANT,
+    ),
+}
+ALL = {**YARDSTICKS, **FEATURES}
 
 
 def data_commands(name: str, raw: str) -> list[list[str]]:
-    """What prepares a data set in `data/`, as arguments of `turbogr`; `raw` is the folder that has its files."""
-    yardstick = YARDSTICKS[name]
+    """What prepares a data set in `data/`, as arguments of `turbogr`; `raw` is the folder that has its files, or nothing."""
+    yardstick = ALL[name]
+    fetch, file = [], f"{raw}/{yardstick.raw}" if raw else yardstick.raw
     if yardstick.raw is None:
-        fetched = f"data/raw/{name}"
-        return [
-            ["data", "fetch", name, "--out", fetched],
-            ["data", "prepare", yardstick.source, fetched, "--out", f"data/{name}"],
-        ]
-    file = f"{raw}/{yardstick.raw}" if raw else yardstick.raw
-    return [["data", "prepare", yardstick.source, file, "--out", f"data/{name}"]]
+        file = "data/raw/movielens-100k"
+        fetch = [["data", "fetch", "movielens-100k", "--out", file]]
+    return [*fetch, ["data", "prepare", yardstick.source, str(file), *yardstick.prepare, "--out", f"data/{name}"]]
 
 
 def fit_command(name: str, model: str, seed: int) -> list[str]:
     """What trains a model, as arguments of `turbogr`."""
-    yardstick = YARDSTICKS[name]
+    yardstick = ALL[name]
+    recipe = model if model in MODELS else "hstu"
     stop = ("EarlyStopping", "val/NDCG@10", "max", str(yardstick.patience))
     keys = ("callbacks+", "callbacks.monitor", "callbacks.mode", "callbacks.patience")
     return [
-        *("fit", "-c", f"movielens-100k/{model}.yaml", "--data.path", f"data/{name}"),
+        *("fit", "-c", f"movielens-100k/{recipe}.yaml", "--data.path", f"data/{name}"),
         *("--trainer.default_root_dir", run_folder(name, model, seed), "--seed_everything", str(seed)),
         *(*yardstick.options, *yardstick.of_model.get(model, ()), "--trainer.max_epochs", str(yardstick.epochs)),
         *(f"--trainer.{key}={value}" for key, value in zip(keys, stop, strict=True)),
@@ -135,13 +162,14 @@ def call(arguments: Sequence[str], folder: Path) -> tuple[float, float]:
 
 def prepare(name: str, raw: Path, folder: Path) -> bool:
     """Prepares a data set in folder/data; False if its files are not there."""
-    file = YARDSTICKS[name].raw
+    file = ALL[name].raw
     if file is not None and not (raw / file).is_file():
-        print(f"{YARDSTICKS[name].title} is left out: no {raw / file}", file=sys.stderr)
+        print(f"{ALL[name].title} is left out: no {raw / file}", file=sys.stderr)
         return False
     if not (folder / "data" / name / "manifest.json").is_file():
         for command in data_commands(name, str(raw)):
-            call(command, folder)
+            if command[1] == "prepare" or not (folder / command[-1]).is_dir():
+                call(command, folder)
     return True
 
 
@@ -170,13 +198,16 @@ def run(name: str, model: str, seed: int, folder: Path) -> Row:
     }
 
 
+BASELINES = ("sasrec", "without")
+"""What the others are compared with."""
+
 TESTED = {"test": "model", "popularity": "popularity", "random": "random"}
 """Key of a row -> key of the metrics in test.json."""
 
 
-def wanted(names: Sequence[str], models: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
+def wanted(names: Iterable[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
     """The matrix, in the order in which it is run: every model once, before the next seed."""
-    return ((name, model, seed) for name in names for seed in seeds for model in models)
+    return ((name, model, seed) for name in names for seed in seeds for model in ALL[name].models)
 
 
 def of(rows: Sequence[Row], name: str, model: str) -> list[Row]:
@@ -194,7 +225,7 @@ def seed_noise(rows: Sequence[Row], name: str, metric: str) -> float:
 
     nan where no model has two seeds.
     """
-    values = [[row["test"][metric] for row in of(rows, name, model)] for model in MODELS]
+    values = [[row["test"][metric] for row in of(rows, name, model)] for model in ALL[name].models]
     squares = sum(sum((x - statistics.fmean(group)) ** 2 for x in group) for group in values if group)
     freedom = sum(len(group) - 1 for group in values if group)
     if not freedom:
@@ -206,7 +237,7 @@ def data_table(rows: Sequence[Row], name: str) -> str:
     """Test metrics of the models and of popularity on one data set, as Markdown: mean and half the range over seeds."""
     header = ["test", *METRICS, "best epoch", "epochs", "CPU s"]
     lines = []
-    for model, title in MODELS.items():
+    for model, title in ALL[name].models.items():
         runs = of(rows, name, model)
         if not runs:
             continue
@@ -230,31 +261,30 @@ def decimal(value: float) -> str:
     return f"{value:.4f}".removeprefix("0")
 
 
-def results_section(rows: Sequence[Row]) -> str:
+def results_section(rows: Sequence[Row], yardsticks: Mapping[str, Yardstick]) -> str:
     """Every data set's table and the commands that made it, as Markdown."""
     parts = []
-    for name, yardstick in YARDSTICKS.items():
-        own = [row for row in rows if row["data"] == name]
-        if not own:
+    for name, yardstick in yardsticks.items():
+        models = [model for model in yardstick.models if of(rows, name, model)]
+        if not models:
             continue
-        typed = [shown(command) for command in data_commands(name, "")]
-        typed += [of(own, name, model)[0]["command"] for model in MODELS if of(own, name, model)]
-        commands = "\n".join(line.replace(" --", " \\\n    --") if len(line) > 120 else line for line in typed)
+        typed = [*data_commands(name, ""), *(fit_command(name, model, SEEDS[0]) for model in models)]
+        commands = "\n".join(shown(command).replace(" --", " \\\n    --") for command in typed)
         parts.append(f"### {yardstick.title}\n\n{data_table(rows, name)}\n\n```console\n{commands}\n```")
     return "\n\n".join(parts)
 
 
 def report_rows(report: Report, rows: Sequence[Row]) -> None:
     """One claim a model and data set; on MovieLens, HSTU and FuXi are not below SASRec by more than the seeds' noise."""
-    for name, yardstick in YARDSTICKS.items():
-        for model, title in MODELS.items():
+    for name, yardstick in ALL.items():
+        for model, title in yardstick.models.items():
             runs = of(rows, name, model)
             if not runs:
                 continue
-            sasrec = of(rows, name, "sasrec")
-            baseline = mean(sasrec, "NDCG@10") if sasrec and model != "sasrec" else runs[0]["popularity"]["NDCG@10"]
+            other = [] if model in BASELINES else [row for each in BASELINES for row in of(rows, name, each)]
+            baseline = mean(other, "NDCG@10") if other else runs[0]["popularity"]["NDCG@10"]
             noise = seed_noise(rows, name, "NDCG@10")
-            promised = name in ("movielens-100k", "ml-latest-small") and model != "sasrec" and not math.isnan(noise)
+            promised = bool(other) and name in ("movielens-100k", "ml-latest-small") and not math.isnan(noise)
             report.add(
                 f"{yardstick.title}, {title}: test NDCG@10, mean of {len(runs)} seeds",
                 mean(runs, "NDCG@10"),
@@ -263,7 +293,7 @@ def report_rows(report: Report, rows: Sequence[Row]) -> None:
                 at_least=baseline - 2 * noise if promised else None,
             )
     report.note(
-        "baseline: SASRec; of SASRec popularity. The promise: SASRec less twice the standard error of the difference by seeds"
+        "baselines: SASRec, HSTU without features; of these popularity. Promised: SASRec less twice the seeds' standard error"
     )
 
 
@@ -273,20 +303,20 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS / "yardsticks.jsonl", help="rows of finished runs, JSON lines")
     parser.add_argument("--folder", type=Path, help="where data/ and runs/ are kept; a temporary folder if not given")
     parser.add_argument("--data", type=Path, default=SHARED_DATA, help="folder of the raw data sets")
-    parser.add_argument("--only", nargs="+", choices=YARDSTICKS, default=list(YARDSTICKS), help="these data sets alone")
+    parser.add_argument("--only", nargs="+", choices=ALL, default=list(ALL), help="these data sets alone")
     parser.add_argument("--page", action="store_true", help="write the tables into docs/results.md")
     arguments = parse_arguments(parser)
     report = Report("yardsticks", arguments.quick)
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.folder or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        results, runs = arguments.results, list(wanted(arguments.only, list(MODELS), SEEDS))
+        results, runs = arguments.results, list(wanted(arguments.only, SEEDS))
         if arguments.quick:
             results = Path(scratch) / "quick.jsonl"
             sample = "kuairand-27k-sample"
-            name = sample if (arguments.data / str(YARDSTICKS[sample].raw)).is_file() else "movielens-100k"
-            YARDSTICKS[name] = replace(YARDSTICKS[name], epochs=3)
-            runs = list(wanted([name], list(MODELS), SEEDS[:1]))
+            name = sample if (arguments.data / RAW_KUAIRAND).is_file() else "movielens-100k"
+            ALL[name] = replace(ALL[name], epochs=3)
+            runs = list(wanted([name], SEEDS[:1]))
         done = {(row["data"], row["model"], row["seed"]) for row in read_rows(results)}
         missing = [key for key in runs if key not in done]
         report.note(f"{len(runs) - len(missing)} of {len(runs)} runs stood in the results file already")
@@ -298,7 +328,8 @@ def main() -> int:
         rows = [row for row in read_rows(results) if row["data"] in {name for name, _, _ in runs}]
     report_rows(report, rows)
     if arguments.page:
-        write_section(PAGE, "yardsticks", results_section(read_rows(arguments.results)))
+        for section, yardsticks in (("yardsticks", YARDSTICKS), ("features", FEATURES)):
+            write_section(PAGE, section, results_section(read_rows(arguments.results), yardsticks))
     return report.finish(arguments.json)
 
 

@@ -12,13 +12,14 @@ from _report import Report
 from _results import add_row, markdown_table, read_rows, with_section
 from scaling_law import draw, fit_law, law_of, section
 from yardsticks import (
+    ALL,
     METRICS,
-    MODELS,
     YARDSTICKS,
     data_commands,
     data_table,
     fit_command,
     report_rows,
+    results_section,
     seed_noise,
     shown,
     spread,
@@ -88,11 +89,11 @@ def test_the_promise_is_sasrec_less_the_noise(hstu, holds):
 
 
 def test_the_matrix_runs_every_model_before_the_next_seed():
-    assert list(wanted(["a"], ["x", "y"], [1, 2])) == [("a", "x", 1), ("a", "y", 1), ("a", "x", 2), ("a", "y", 2)]
+    name = "kuairand-27k-sample-features"
+    assert list(wanted([name], [1, 2])) == [(name, model, seed) for seed in (1, 2) for model in ("without", "sum", "concat")]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", YARDSTICKS)
+@pytest.mark.parametrize(("name", "model"), [(name, model) for name, each in ALL.items() for model in each.models])
 def test_commands_are_understood(name, model, capsys):
     """The parser takes every option; nothing is built."""
     command = shlex.split(shown(fit_command(name, model, 2)))
@@ -102,26 +103,44 @@ def test_commands_are_understood(name, model, capsys):
     assert not stopped.value.code
     parsed = yaml.safe_load(capsys.readouterr().out)
     assert parsed["seed_everything"] == 2
-    assert parsed["trainer"]["max_epochs"] == YARDSTICKS[name].epochs
+    assert parsed["trainer"]["max_epochs"] == ALL[name].epochs
     [stopping] = parsed["trainer"]["callbacks"]
-    assert stopping["init_args"]["patience"] == YARDSTICKS[name].patience
+    assert stopping["init_args"]["patience"] == ALL[name].patience
     assert (stopping["init_args"]["monitor"], stopping["init_args"]["mode"]) == (parsed["checkpoint"]["monitor"], "max")
     options = parsed["model"]["backbone"]["init_args"]
     assert (options["dim"], options["num_blocks"]) == (50, 2)
-    unit = {
-        "hstu": lambda: options["time"] and options["time"]["unit"],
-        "fuxi": lambda: options["time_encoder"]["init_args"]["unit"],
-    }
-    times = {"movielens-100k": (1, 86400), "ml-latest-small": (1, 86400), "kuairand-27k-sample": (1000, 86_400_000)}
-    if model in unit:
-        assert unit[model]() == times.get(name, (None, 1))[model == "fuxi"]
+    backbone = parsed["model"]["backbone"]["class_path"].rpartition(".")[2]
+    times = {"HSTU": options.get("time") and options["time"]["unit"], "SASRec": None}
+    unit = times[backbone] if backbone in times else options["time_encoder"]["init_args"]["unit"]
+    assert (backbone, unit) in {
+        "movielens-100k": {("HSTU", 1), ("FuXi", 86_400), ("SASRec", None)},
+        "ml-latest-small": {("HSTU", 1), ("FuXi", 86_400), ("SASRec", None)},
+        "kuairand-27k-sample": {("HSTU", 1000), ("FuXi", 86_400_000), ("SASRec", None)},
+        "amazon-beauty": {("HSTU", None), ("FuXi", 1), ("SASRec", None)},
+        "movielens-100k-features": {("HSTU", 1)},
+        "kuairand-27k-sample-features": {("HSTU", 1000)},
+    }[name]
+    features = {"without": ([], "sum"), "sum": ("all", "sum"), "concat": ("all", "concat")}
+    if model in features:
+        assert (parsed["data"]["features"], parsed["model"]["combine"]) == features[model]
 
 
 def test_data_are_prepared_where_the_runs_look_for_them():
-    for name in YARDSTICKS:
+    for name in ALL:
         assert data_commands(name, "elsewhere")[-1][-2:] == ["--out", f"data/{name}"]
         command = fit_command(name, "hstu", 1)
         assert command[command.index("--data.path") + 1] == f"data/{name}"
+
+
+def test_a_page_has_a_table_and_the_commands_of_each_data_set():
+    text = results_section([*ROWS, row("sum", 1, 0.3, "movielens-100k-features")], YARDSTICKS)
+    assert text.startswith("### MovieLens-100K\n\n| test |")
+    assert "| HSTU | .1900 ± .0100 |" in text
+    assert "turbogr data fetch movielens-100k" in text
+    for model in ("hstu", "fuxi", "sasrec"):
+        assert f"turbogr fit -c movielens-100k/{model}.yaml" in text.replace(" \\\n   ", "")
+    assert "features" not in text
+    assert "latest" not in text, "what was not run is not shown"
 
 
 def test_rows_are_kept(tmp_path):
