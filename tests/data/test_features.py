@@ -55,7 +55,8 @@ def test_values_to_rows(folder):
     with pytest.raises(ConfigurationError, match=r"names 'genres', which .*data does not have; it has rating, genre, tab"):
         data.feature_rows("genres", [1])
     assert rows_of([4, 3.5, float("nan"), None, 5.0], pa.array([None, 3.5, 4.0])).tolist() == [2, 1, 0, 0, 0]
-    assert rows_of(["b", "ü", "", None], pa.array([None, "a", "b", "ü"])).tolist() == [2, 3, 0, 0]
+    assert rows_of([" b", "ü", "", None], pa.array([None, "a", "b", "ü"])).tolist() == [2, 3, 0, 0]
+    assert rows_of([True, False, None], pa.array([None, "false", "true"])).tolist() == [2, 1, 0]
 
 
 def test_every_row_of_the_folder_comes_back_from_its_value(folder):

@@ -87,6 +87,16 @@ def test_text_features_take_any_cell(run):
     assert stored_item_values(folder, "shelf")[9] == "a b"
 
 
+def test_long_numbers_are_no_decimals(run):
+    """As decimals, both would be one category."""
+    log = LOG + "1,9,200,12345678901234567890\n1,9,201,12345678901234567891\n"
+    with pytest.raises(DataError, match=r"line 8, column 'kind': '12345678901234567890' is not of type int64.*--text-features"):
+        run(log=log)
+    assert [event[2] for event in stored_histories(run(log=log, text_features=("kind",)))[1]][-2:] == [
+        "12345678901234567890", "12345678901234567891",
+    ]  # fmt: skip
+
+
 def test_types_of_two_files(tmp_path):
     (tmp_path / "a.csv").write_text(LOG)
     table = pa.table({"user": [2] * 3, "item": [1, 2, 3], "time": [1, 2, 3], "kind": ["0", "1", "x"]})

@@ -109,6 +109,27 @@ def test_the_same_logs_give_the_same_arrays(old, tmp_path):
         module.load_state_dict({"content_hash": "sha256:other"})
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [["True", "False", "TRUE"], ["2020-01-02", "x", "2020-01-02"], ["2020-01-01T00:00:00", "2020-01-02", ""], ["7", "1.5", ""]],
+)
+def test_cells_of_csv_mean_the_same_again(cells, tmp_path):
+    """Whatever their type may look like; and a column without values is that of missing ones."""
+
+    def rows(out, cells, **options):
+        lines = [f"1,{item},{100 + item},{cell}" for item, cell in enumerate(cells)]
+        (tmp_path / "log.csv").write_text("\n".join(["user,item,time,mark", *lines, ""]))
+        prepare("events", [tmp_path / "log.csv"], tmp_path / out, PrepareOptions(**ROLES, **options))
+        data = PreparedData.open(tmp_path / out)
+        assert data.feature_rows("mark", cells).tolist() == data.event_features["mark"].tolist()
+        return data.event_features["mark"].tolist()
+
+    first = rows("out", cells, features=("mark",))
+    assert sorted(set(first) - {0}) == list(range(1, 1 + len(set(cells) - {""})))
+    assert rows("again", cells, vocabulary_of=str(tmp_path / "out")) == first
+    assert rows("missing", [""] * 3, vocabulary_of=str(tmp_path / "out")) == [0, 0, 0]
+
+
 def test_what_cannot_be(old, tmp_path):
     folder, text = old
     log = _log(tmp_path / "log.parquet", OLD, text)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from turbogr.data.sources.categories import categories
 from turbogr.errors import ConfigurationError
 
 Side = Literal["event", "item"]
@@ -67,7 +68,7 @@ def rows_of(values: Iterable[Any], known: pa.Array) -> np.ndarray:
     """Translate raw values to rows of a feature's table.
 
     Args:
-        values: raw values, as many as wanted; None is a missing one.
+        values: raw values, as many as wanted; None is a missing one. Blanks around text do not count.
         known: the value of every row, ascending, null at ``MISSING_ROW``.
 
     Returns:
@@ -77,8 +78,8 @@ def rows_of(values: Iterable[Any], known: pa.Array) -> np.ndarray:
         ConfigurationError: a value is not of the feature's type (text, whole or decimal numbers).
     """
     try:
-        wanted = pa.array(list(values)).cast(known.type)
+        wanted = categories(pa.chunked_array([pa.array(list(values))])).cast(known.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise ConfigurationError(f"values of this feature are of type {known.type}: {error}") from error
-    found = pc.index_in(wanted, value_set=known.slice(1)).fill_null(-1)
+    found = pc.index_in(wanted, value_set=known.slice(1)).combine_chunks().fill_null(-1)
     return np.asarray(found, dtype=np.int64) + 1

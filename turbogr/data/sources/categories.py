@@ -79,7 +79,7 @@ class FeatureColumns:
                 first value is taken, and a text that stands for none.
         """
         self._several = {name: rule for name, rule in (several or {}).items() if name in names}
-        self.kinds = {name: Kind.TEXT if name in text or name in self._several else Kind.INFERRED for name in names}
+        self.kinds = {name: Kind.TEXT if name in text or name in self._several else Kind.CATEGORY for name in names}
         self._types: dict[str, tuple[pa.DataType, Place]] = {}
 
     def take(self, place: Place, table: pa.Table) -> dict[str, pa.ChunkedArray]:

@@ -37,12 +37,18 @@ class Kind(Enum):
     FLAG = "flag"  # 0 or 1
     NUMBER = "number"  # a decimal
     TEXT = "text"  # any text, also none
-    INFERRED = "inferred"  # for --where and features: of the type that the whole column allows
+    INFERRED = "inferred"  # for --where: of the type that the whole column allows
+    CATEGORY = "category"  # for features: whole numbers, decimals or text, as the whole column allows
 
     @property
     def arrow_type(self) -> pa.DataType | None:
         """The Arrow type that a column of this kind is parsed to; None where it is inferred."""
         return _ARROW_TYPES.get(self)
+
+    @property
+    def is_inferred(self) -> bool:
+        """Whether the type is taken from all cells of the column, of which some may be missing."""
+        return self in (Kind.INFERRED, Kind.CATEGORY)
 
 
 _ARROW_TYPES = {
@@ -186,7 +192,7 @@ def _decimal_fault(cell: str, kind: Kind, clock: Clock) -> str | None:
 def column_is_sound(values: pa.ChunkedArray, kind: Kind, clock: Clock) -> bool:
     """Check a parsed column at once; :func:`cell_fault` says afterwards which cell is at fault and why."""
     if values.null_count:
-        return kind is Kind.INFERRED
+        return kind.is_inferred
     if kind is Kind.TEXT_ID:
         return bool(pc.min(pc.utf8_length(pc.ascii_trim(values, " \t"))).as_py() > 0)
     if kind in (Kind.NUMBER, Kind.DECIMAL_TIME):
@@ -194,7 +200,7 @@ def column_is_sound(values: pa.ChunkedArray, kind: Kind, clock: Clock) -> bool:
             return False
         if kind is Kind.DECIMAL_TIME and not pc.all(pc.equal(values, pc.trunc(values))).as_py():
             return False
-    if kind in (Kind.INFERRED, Kind.TEXT, Kind.NUMBER):
+    if kind.is_inferred or kind in (Kind.TEXT, Kind.NUMBER):
         return True
     extremes = pc.min_max(values).as_py()
     low, high = {Kind.ID: (0, INT64_MAX + 1), Kind.FLAG: (0, 2)}.get(kind, (clock.low, clock.high))

@@ -58,8 +58,8 @@ class Tables:
             intake: opens the files.
 
         Yields:
-            The first line or row of the file, and the wanted columns of some of its rows; columns of kind INFERRED have one
-            type in all CSV files, and their own in Parquet.
+            The first line or row of the file, and the wanted columns of some of its rows; columns whose type is inferred have
+            one in all CSV files, and their own in Parquet.
 
         Raises:
             DataError: the first fault, with its file, line and column.
@@ -119,7 +119,7 @@ class Tables:
     def _typed(self, file: Path, table: pa.Table, wanted: dict[str, Kind], first_row: int) -> pa.Table:
         for name, kind in wanted.items():
             column, clock = table[name], self._clock
-            if kind in (Kind.INFERRED, Kind.TEXT):
+            if kind.is_inferred or kind is Kind.TEXT:
                 continue
             if column.null_count:
                 missing = int(np.argmax(column.is_null().to_numpy()))
@@ -178,4 +178,4 @@ def _is_parquet(file: Path) -> bool:
 
 def _to_infer(layout: Layout) -> Layout:
     """The same file with only those columns wanted whose type comes from their cells."""
-    return replace(layout, wanted={name: kind for name, kind in layout.wanted.items() if kind is Kind.INFERRED})
+    return replace(layout, wanted={name: kind for name, kind in layout.wanted.items() if kind.is_inferred})

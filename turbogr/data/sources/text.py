@@ -67,7 +67,7 @@ class TextLog:
         path: the file.
         layout: how it is written.
         clock: the data set's clock, shared by its files.
-        inferred: the types of the columns of kind INFERRED, one in all of the data set's files.
+        inferred: the types of the columns whose type is inferred, one in all of the data set's files.
     """
 
     path: Path
@@ -163,7 +163,7 @@ class TextLog:
             block_to_parse, delimiter = block.replace(delimiter.encode(), _UNIT_SEPARATOR.encode()), _UNIT_SEPARATOR
         else:
             block_to_parse = block
-        optional = any(kind is Kind.INFERRED for kind in layout.wanted.values())
+        optional = any(kind.is_inferred for kind in layout.wanted.values())
         try:
             table = pacsv.read_csv(
                 pa.BufferReader(block_to_parse),
@@ -271,7 +271,7 @@ class TextLog:
             line = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             # Formats of numbers only are read whatever the encoding of columns that nobody wants.
-            if {Kind.TEXT_ID, Kind.TEXT, Kind.INFERRED} & set(layout.wanted.values()):
+            if any(kind.is_inferred or kind in (Kind.TEXT_ID, Kind.TEXT) for kind in layout.wanted.values()):
                 column = self._name(line_of(raw[: error.start]).count(layout.delimiter))
                 return column, f"byte {raw[error.start : error.start + 1]!r} is not UTF-8; convert the file to UTF-8"
             line = raw.decode("latin-1")
@@ -285,7 +285,7 @@ class TextLog:
         return self._names[min(position, len(self._names) - 1)]
 
     def _cell_fault(self, name: str, cell: str, kind: Kind) -> str | None:
-        if kind is not Kind.INFERRED:
+        if not kind.is_inferred:
             message = cell_fault(cell, kind, self.clock)
             return message + self.layout.id_hint if message is not None and kind is Kind.ID else message
         expected = self.inferred.get(name, pa.string())
@@ -293,7 +293,8 @@ class TextLog:
             if cell:
                 pa.array([cell.strip(" \t")]).cast(expected)
         except pa.ArrowInvalid:
-            return f"{shorten(cell)} is not of type {expected}, as most of the column is"
+            message = f"{shorten(cell)} is not of type {expected}, as most of the column is"
+            return f"{message}; --text-features takes the column as text" if kind is Kind.CATEGORY else message
         return None
 
     def _at(self, line: int) -> Place:
