@@ -221,7 +221,8 @@ class SequenceDataModule(LightningDataModule):
         elif state_dict.get("content_hash") not in (ours["content_hash"], self.prepared.manifest.get("vocabulary")):
             rank_zero_warn(
                 f"the checkpoint was trained on other data than {self.prepared.path} (content_hash differs): its item rows "
-                "must mean the same items, and those of features the same values (new logs are prepared for a model with --vocabulary-of)"
+                "must mean the same items, and those of features the same values (new logs are prepared for a model with "
+                "--vocabulary-of)"
             )
 
     def _evaluation_loader(self, stage: Stage) -> EvaluationLoader:
