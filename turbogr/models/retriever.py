@@ -145,7 +145,7 @@ class GenerativeRetriever(pl.LightningModule):
                 "precision 16-mixed scales the loss, and the table's gradients with it: use bf16-mixed or 32"
             )
         if self.trainer.gradient_clip_val:
-            rank_zero_info("gradient_clip_val clips the dense parameters; rows are clipped by sparse_clip_norm of TurboGRStrategy")
+            rank_zero_info("gradient_clip_val clips dense parameters; rows are clipped by sparse_clip_norm of TurboGRStrategy")
         self.embeddings.discard_gradients()
 
     def on_train_batch_start(self, batch: JaggedBatch, batch_idx: int) -> None:
