@@ -33,6 +33,7 @@ from turbogr.errors import ConfigurationError, DataError
 from turbogr.sparse.engine import SparseEngine
 from turbogr.sparse.sharding import Sharding
 from turbogr.sparse.table import EmbeddingTable
+from turbogr.sparse.topology import HSPTopology, ProcessGroups
 
 
 def cases(ranks: int) -> dict[str, Case]:
@@ -88,6 +89,21 @@ def one_start() -> dict[str, str]:
     engine = SparseEngine(table, topology(2), Sharding.row_wise(table.spans, topology(2).group_size))
     engine.close()
     return {"member": str(engine.topology.member), "digest": digest(engine.local_state())}
+
+
+def one_start_for_a_device() -> dict[str, object]:
+    """The same where values go over a back end that sends from devices alone, as nccl and hccl do; tables are on the CPU."""
+    where = topology(2)
+    ranks = torch.arange(dist.get_world_size()).view(2, -1)
+    devices_only = [dist.new_group(column.tolist(), timeout=TIMEOUT, backend="cuda:gloo") for column in ranks.T]
+    groups = ProcessGroups(where.shard_pg, devices_only[where.member], where.meta_pg, where.host_pg)
+    table = table_of(Case(2))
+    with torch.no_grad():
+        table.weight.add_(where.group)
+    sharding = Sharding.row_wise(table.spans, where.group_size)
+    engine = SparseEngine(table, HSPTopology(2, where.mesh, groups), sharding)
+    engine.close()
+    return {"member": where.member, "digest": digest(engine.local_state())}
 
 
 def state_over_ranks() -> dict[str, bool]:
@@ -268,5 +284,6 @@ if __name__ == "__main__":
         chosen = {**cases(ranks), **(faulty() if ranks == 4 else {})}
         report_checks({name: lambda case=case: differences(case) for name, case in chosen.items()})
     else:
-        checks = [planned, repeated, one_start, state_over_ranks, other_states, evaluation, refusals, discarded, collectives]
+        checks = [planned, repeated, one_start, one_start_for_a_device, state_over_ranks, other_states, evaluation]
+        checks += [refusals, discarded, collectives]
         report_checks({check.__name__: check for check in checks})

@@ -69,8 +69,9 @@ def test_two_runs_have_the_same_bits(rest):
     assert all(rest["repeated"])
 
 
-def test_groups_start_from_one_table(rest):
-    copies_agree(rest["one_start"])
+@pytest.mark.parametrize("which", ["one_start", "one_start_for_a_device"])
+def test_groups_start_from_one_table(rest, which):
+    copies_agree(rest[which])
 
 
 def test_state_is_sharded_gathered_and_loaded(rest):

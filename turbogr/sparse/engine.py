@@ -99,7 +99,9 @@ class SparseEngine:
         self._state = ShardedState(table, sharding, topology.member, topology.shard_pg, rows)
         if topology.groups > 1:
             for tensor in local_tensors(table).values():
-                dist.broadcast(tensor, group=topology.replica_pg, group_src=0)
+                # A strategy shards tables before the module goes to its device, whose back end may not send from a CPU.
+                on_host = tensor.device.type == "cpu"
+                dist.broadcast(tensor, group=topology.meta_pg if on_host else topology.replica_pg, group_src=0)
         table.engine = self
         self._thread = ThreadPoolExecutor(1, "turbogr-rows")
         self._current: SparseBatch | None = None
