@@ -174,10 +174,16 @@ def before_load(checkpoint: dict[str, Any], module: LightningModule, table: Embe
 
     Raises:
         OtherCatalogueError: if the checkpoint belongs to another catalogue; nothing is loaded then.
+        ConfigurationError: if a directory's rows cannot be read.
     """
     refuse_other_catalogue(checkpoint, module, table)
     if table.engine is None and ROWS_KEY in checkpoint:
-        checkpoint["state_dict"] = {**checkpoint["state_dict"], **read_all_rows(Path(checkpoint[ROWS_KEY]))}
+        folder = Path(checkpoint[ROWS_KEY])
+        try:
+            rows = read_all_rows(folder)
+        except OSError as error:
+            raise ConfigurationError(f"the rows in {folder} cannot be read: {error}; take another checkpoint") from error
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **rows}
 
 
 def refuse_other_catalogue(checkpoint: Mapping[str, Any], module: LightningModule, table: EmbeddingTable) -> None:

@@ -6,6 +6,7 @@ Arguments: "four" or "two", the folder that the launches share.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import distributed as dist
 
 from tests.distributed.checkpoint_cases import Small, build, fill, spoil, wrong
 from tests.distributed.launch import report_checks
-from turbogr.checkpoints import CheckpointFiles
+from turbogr.checkpoints import ROWS_KEY, CheckpointFiles
 from turbogr.errors import ConfigurationError
 from turbogr.sparse import row_files
 from turbogr.sparse.engine import SparseEngine
@@ -161,6 +162,24 @@ class Four(Ranks):
             found[f"{form} {rank}"] = [said, wrong(module, engine), sorted(p.name for p in path.parent.iterdir())]
         return found
 
+    def damaged(self) -> dict[str, Any]:
+        """Rows that rank 3 alone reads damaged: all ranks hear of it, and nothing is loaded."""
+        module, engine = self.built[2, "row_wise"]
+        path, found = self.folder / "damaged" / "directory.ckpt", {}
+        for name in ("rows", "contents"):
+            fill(module, engine)
+            save(module, engine, path, True)
+            spoil(module)
+            content = FILES.load_checkpoint(path, weights_only=True)
+            if dist.get_rank() == 3:
+                rows = Path(shutil.copytree(content[ROWS_KEY], self.folder / f"damaged-{name}"))
+                for file in rows.glob("*.distcp") if name == "rows" else [rows / ".metadata"]:
+                    file.write_bytes(file.read_bytes()[:100])
+                content[ROWS_KEY] = str(rows)
+            said = refusal(lambda c=content: sharded.load_state(module, engine, c))
+            found[name] = [said, str(bool((module.embeddings.weight == -1).all()))]
+        return found
+
     def replaced(self) -> dict[str, Any]:
         """Each form over each, and twice: what was saved last is loaded, and nothing else is left."""
         module, engine = self.built[2, "row_wise"]
@@ -210,9 +229,8 @@ def main(which: str, folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     if which == "four":
         four = Four(folder, (2, 4, 1))
-        checks = {
-            f.__name__: f for f in (four.save, four.load, four.disorder, four.other_catalogue, four.failures, four.replaced)
-        }
+        four_checks = (four.save, four.load, four.disorder, four.other_catalogue, four.failures, four.damaged, four.replaced)
+        checks = {f.__name__: f for f in four_checks}
     else:
         two = Two(folder, (2, 1))
         checks = {f.__name__: f for f in (two.load, two.outlives, two.killed)}

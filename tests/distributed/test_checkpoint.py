@@ -1,5 +1,6 @@
 """Checkpoints of sharded tables: from 2 x 2 ranks to every other layout and to one process; refusals, failures, kills."""
 
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from tests.distributed.checkpoint_cases import DIM, TABLES, Small, build, fill, 
 from tests.distributed.launch import launch_checks
 from turbogr import checkpoints
 from turbogr.checkpoints import ROWS_KEY, TABLES_KEY, CheckpointFiles, OtherCatalogueError
+from turbogr.errors import ConfigurationError
 from turbogr.sparse.topology import HSPTopology
 from turbogr.strategies import checkpoint as sharded
 
@@ -174,6 +176,24 @@ def test_failure_of_one_rank_is_told_by_all_and_leaves_the_checkpoint_before(fou
             assert "No space left on device" in said
             assert missing == []
         assert found["file 0"][2] == ["directory.ckpt", "file.ckpt"], "nothing else is left behind"
+
+
+@pytest.mark.parametrize("what", ["rows", "contents"])
+def test_rows_that_one_rank_cannot_read_are_an_error_of_all(four, what):
+    for found in four["damaged"]:
+        said, untouched = found[what]
+        assert said.startswith("ConfigurationError: the rows in "), said
+        assert "cannot be read: rank 3: OSError: " in said
+        assert untouched == "True"
+
+
+@pytest.mark.parametrize("what", ["rows", "contents"])
+def test_damaged_rows_are_an_error_of_one_process(four, shared, tmp_path, what):
+    path = shutil.copytree(shared / "row_wise-directory.ckpt", tmp_path / "damaged.ckpt")
+    for file in path.glob("rows-*/*.distcp") if what == "rows" else path.glob("rows-*/.metadata"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigurationError, match=r"the rows in .*damaged\.ckpt/rows-\w+ cannot be read: "):
+        load_alone(path)
 
 
 def test_each_form_replaces_each(four):

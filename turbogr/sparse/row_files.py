@@ -6,13 +6,16 @@ sharding, any other can read its part, and `torch.distributed.checkpoint.format_
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -80,25 +83,49 @@ def read_rows(folder: Path, tensors: Mapping[str, Tensor], parts: Sequence[Piece
         folder: what `write_rows` wrote.
         tensors: key -> the part to be filled, [its rows, ...].
         parts: as in `write_rows`.
+
+    Raises:
+        OSError: if files are absent or damaged.
     """
     planner = _Reader({key: list(chunked(parts, row_bytes(tensor))) for key, tensor in tensors.items()})
-    with warnings.catch_warnings():
+    with _damage(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
         dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(folder), planner=planner, no_dist=True)
 
 
 def saved_rows(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Key -> shape and dtype of every tensor that `write_rows` wrote."""
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    """Key -> shape and dtype of every tensor that `write_rows` wrote.
+
+    Raises:
+        OSError: if the folder's table of contents is absent or damaged.
+    """
+    with _damage(folder):
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key: (m.size, m.properties.dtype) for key, m in saved.items() if isinstance(m, TensorStorageMetadata)}
 
 
 def read_all_rows(folder: Path) -> dict[str, Tensor]:
-    """Every tensor that `write_rows` wrote, in full, on the CPU."""
+    """Every tensor that `write_rows` wrote, in full, on the CPU.
+
+    Raises:
+        OSError: as in `read_rows`.
+    """
     tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in saved_rows(folder).items()}
     for key, tensor in tensors.items():
         read_rows(folder, {key: tensor}, [Piece(0, range(len(tensor)), 0)])
     return tensors
+
+
+@contextmanager
+def _damage(folder: Path) -> Iterator[None]:
+    """Whatever a folder's damage makes PyTorch raise is an OSError that names the folder."""
+    try:
+        yield
+    except CheckpointException as error:  # no Exception, but a BaseException: nobody would catch it
+        (cause, _), *_ = error.failures.values()
+        raise OSError(f"{folder}: {type(cause).__name__}: {cause}") from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+        raise OSError(f"{folder}/.metadata: {type(error).__name__}: {error}") from error
 
 
 class _Writer(DefaultSavePlanner):
