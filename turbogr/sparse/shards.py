@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from turbogr.errors import DataError
+from turbogr.sparse.row_files import chunked, portion, row_bytes
 from turbogr.sparse.sharding import Sharding
 from turbogr.sparse.table import EmbeddingTable
 
@@ -60,19 +61,22 @@ class ShardedState:
         self.table, self.sharding, self.member, self.group, self.names = table, sharding, member, group, names
 
     def gathered(self, to_member: int | None = None) -> dict[str, Tensor]:
-        """The state of the whole table, on the CPU or device where the table lies; all members of the group call it together.
+        """The state of the whole table, on the CPU; all members of the group call it together.
+
+        Rows travel portion by portion: who gets the state needs room for it on the CPU, the others for nothing, and no device
+        for more than a portion.
 
         Args:
-            to_member: the only member that gets it, the others returning {}; None gives it to all. One tensor after the other
-                is put together in place: beyond the result nothing of the table's size is needed.
+            to_member: the only member that gets it, the others returning {}; None gives it to all.
         """
         result = {}
         for name, local in local_tensors(self.table).items():
             here = to_member in (None, self.member)
             if name not in self.names:
-                whole: Tensor | None = local.clone()
+                whole: Tensor | None = local.to("cpu", copy=True)
             else:
-                whole = local.new_empty(self.sharding.num_rows, *local.shape[1:]) if here else None
+                shape = (self.sharding.num_rows, *local.shape[1:])
+                whole = torch.empty(shape, dtype=local.dtype) if here else None
                 self._gather(local, whole, to_member)
             if here and whole is not None:
                 result[name] = whole
@@ -102,16 +106,21 @@ class ShardedState:
             tensor.copy_(part)
 
     def _gather(self, local: Tensor, whole: Tensor | None, to_member: int | None) -> None:
-        """Brings every member's pieces into their places in `whole`, one transfer a piece."""
-        for piece in (piece for member in range(self.sharding.members) for piece in self.sharding.pieces(member)):
-            into = local[:0] if whole is None else whole[piece.rows.start : piece.rows.stop]
-            if piece.member == self.member:
-                mine = local[piece.first : piece.first + len(piece.rows)]
-                if whole is not None:
-                    into.copy_(mine)
+        """Brings every member's rows into their places in `whole`, portion by portion."""
+        room = local[:0]
+        for member in range(self.sharding.members):
+            for piece in chunked(self.sharding.pieces(member), row_bytes(local)):
+                if member == self.member:
+                    rows = portion(local, piece).contiguous()
                 else:
-                    dist.send(mine, group=self.group, group_dst=to_member)
-            elif to_member == self.member:
-                dist.recv(into, group=self.group, group_src=piece.member)
-            if to_member is None:
-                dist.broadcast(into, group=self.group, group_src=piece.member)
+                    if len(room) < len(piece.rows):
+                        room = local.new_empty(len(piece.rows), *local.shape[1:])
+                    rows = room[: len(piece.rows)]
+                if to_member is None:
+                    dist.broadcast(rows, group=self.group, group_src=member)
+                elif member == self.member != to_member:
+                    dist.send(rows, group=self.group, group_dst=to_member)
+                elif member != self.member == to_member:
+                    dist.recv(rows, group=self.group, group_src=member)
+                if whole is not None:
+                    whole[piece.rows.start : piece.rows.stop] = rows
