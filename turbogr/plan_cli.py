@@ -190,7 +190,8 @@ def print_groups(found: GroupPlan, console: Console | None = None) -> None:
     )
     console.print(table)
     one, all_ranks = found.rows.of(1), found.rows.of(found.devices)
-    beside = max(cost.step_bytes for cost in found.costs)
+    beside = ", ".join(f"{in_bytes(cost.step_bytes)} in {cost.groups} x {cost.group_size}" for cost in found.costs)
+    text = f"a rank's memory beside its tables (dense parameters, activations, rows under way) at a step's peak: {beside}"
+    console.print(text, markup=False, soft_wrap=True)
     console.print(f"distinct rows of a step: {one:,.0f} of a rank, {all_ranks:,.0f} of all", markup=False)
-    console.print(f"a rank's memory beside its tables: {in_bytes(beside)} at a step's peak", markup=False)
     console.print(found.reason, markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ import torch
 from tests.cli.support import SMALL, fails
 from turbogr.cli import main
 from turbogr.data.datamodule import SequenceDataModule
+from turbogr.units import in_bytes
 
 
 def plan(prepared: Path, *args: str) -> dict:
@@ -24,6 +25,10 @@ def test_tables_and_json(prepared, capsys):
     assert [(cost["groups"], cost["group_size"]) for cost in found["costs"]] == [(1, 4), (2, 2), (4, 1)]
     # 40 items x (a row of 16, two moments of 16), float32
     assert [cost["table_bytes"] for cost in found["costs"]] == [rows * 3 * 16 * 4 for rows in (10, 20, 40)]
+    # activations and dense parameters, and rows under way, of which a rank with a copy of its own keeps the most
+    beside = [cost["step_bytes"] for cost in found["costs"]]
+    assert 0 < beside[0] < beside[1] < beside[2]
+    assert all(f"{in_bytes(cost['step_bytes'])} in {cost['groups']} x " in out for cost in found["costs"])
     chosen = min(found["costs"], key=lambda cost: cost["seconds"])["groups"]
     assert found["chosen"] == chosen
     for text in ("Groups of 4 ranks", "1 x 4", "4 x 1", "chosen", f"groups = {chosen}: least", "written to out/groups.json"):
@@ -43,7 +48,9 @@ def test_distinct_rows_are_those_of_real_batches(prepared):
 def test_what_does_not_fit_is_said(prepared, capsys):
     found = plan(prepared, "--devices=2", "--memory_per_rank=10kB")
     assert found["chosen"] is None
-    assert "groups = 1 needs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "groups = 1 needs" in out
+    assert "more than a rank's memory of 10.0 kB: use more ranks" in out
     assert not any(cost["fits"] for cost in found["costs"])
 
 

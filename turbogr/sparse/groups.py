@@ -119,13 +119,17 @@ def count_rows(ids: Sequence[Tensor], num_rows: int) -> DistinctRows:
     """
     ranks = len(ids)
     counts: dict[int, float] = {}
+    # One for all blocks, and never read as a whole: a table may have more rows than all batches together by far.
+    wanted = torch.zeros(num_rows, dtype=torch.bool)
     for k in (k for k in range(1, ranks + 1) if ranks % k == 0):
         distinct = 0
         for start in range(0, ranks, k):
-            wanted = torch.zeros(num_rows, dtype=torch.bool)
-            for own in ids[start : start + k]:
+            block = ids[start : start + k]
+            for own in block:
+                distinct += len(own) - int(wanted[own].count_nonzero())
                 wanted[own] = True
-            distinct += int(wanted.count_nonzero())
+            for own in block:
+                wanted[own] = False
         counts[k] = distinct * k / ranks
     return DistinctRows(counts, num_rows)
 
@@ -145,6 +149,7 @@ class GroupCost:
         exchange: form of the exchange between groups that moves fewer bytes: "none", "gather" or "two_phase".
         seconds: of communication, one after the other.
         fits: whether table_bytes + step_bytes fit into a rank's memory.
+        memory: bytes that a rank may use; None if that is not known.
     """
 
     groups: int
@@ -157,6 +162,7 @@ class GroupCost:
     exchange: str
     seconds: float
     fits: bool
+    memory: int | None = None
 
     @property
     def bytes_per_rank(self) -> int:
@@ -226,9 +232,10 @@ def refuse(cost: GroupCost, others: list[GroupCost]) -> None:
         if fitting
         else "use more ranks, a smaller dim, or a row optimizer with less state"
     )
+    limit = "" if cost.memory is None else f" of {in_bytes(cost.memory)}"
     raise ConfigurationError(
         f"groups = {cost.groups} needs {in_bytes(cost.table_bytes)} of tables and optimizer state on each of a group's "
-        f"{cost.group_size} ranks and {in_bytes(cost.step_bytes)} beside them, more than a rank's memory: {way_out}"
+        f"{cost.group_size} ranks and {in_bytes(cost.step_bytes)} beside them, more than a rank's memory{limit}: {way_out}"
     )
 
 
@@ -273,4 +280,5 @@ def _cost(
         exchange,
         seconds,
         memory is None or total <= memory,
+        memory,
     )

@@ -31,7 +31,8 @@ def measure_links(ranks_per_node: int, device: torch.device, timeout: timedelta)
     ranks = torch.arange(world).view(nodes, ranks_per_node)
     inside = _group_of_mine(ranks.tolist(), timeout)
     across = _group_of_mine(ranks.T.tolist(), timeout)
-    found = torch.tensor([*_speed(inside, device), *_speed(across, device)], dtype=torch.float64, device=device)
+    # In float32: not every back end reduces float64.
+    found = torch.tensor([*_speed(inside, device), *_speed(across, device)], device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     for group in (inside, across):
         dist.destroy_process_group(group)
