@@ -87,6 +87,12 @@ def test_text_features_take_any_cell(run):
     assert stored_item_values(folder, "shelf")[9] == "a b"
 
 
+@pytest.mark.parametrize(("name", "says"), [("none.csv", "no such file or folder"), ("", "cannot be read")])
+def test_a_table_of_items_that_cannot_be_opened(run, tmp_path, name, says):
+    with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / name))}: {says}"):
+        run(item_features=(f"{tmp_path / name}:shelf",))
+
+
 def test_long_numbers_are_no_decimals(run):
     """As decimals, both would be one category."""
     log = LOG + "1,9,200,12345678901234567890\n1,9,201,12345678901234567891\n"

@@ -21,7 +21,7 @@ from turbogr.data.filtering import EventStore, drop_repeats, drop_short, k_core,
 from turbogr.data.manifest import MIN_EVENTS, ContentHash, length_percentiles, write_manifest
 from turbogr.data.options import SOURCES, WITHOUT_MEANING, PrepareOptions
 from turbogr.data.sources.categories import check_names
-from turbogr.data.sources.common import Intake, Source
+from turbogr.data.sources.common import Intake, Source, readable
 from turbogr.data.sources.events import Events
 from turbogr.data.sources.item_tables import ItemTable
 from turbogr.data.sources.kuairand import SIGNALS, KuaiRand
@@ -299,7 +299,7 @@ def _reader(source: str, paths: list[Path], options: PrepareOptions) -> Source:
 
 
 def _item_tables(source: str, options: PrepareOptions) -> list[ItemTable]:
-    """The tables of ``--item-features``; the names of all features are checked."""
+    """The tables of ``--item-features``, which can be opened; the names of all features are checked."""
     key, texts = options.item_key or options.item, options.text_features
     tables = [ItemTable(text, source, key, options.string_ids, texts) for text in options.item_features]
     if options.item_key is not None and not tables:
@@ -309,4 +309,7 @@ def _item_tables(source: str, options: PrepareOptions) -> list[ItemTable]:
     for name in texts:
         if name not in names:
             raise ConfigurationError(f"--text-features names {name!r}, which is not among the features: {', '.join(names)}")
+    for table in tables:
+        with readable(table.file):
+            pass  # said now, and not after minutes of reading the logs
     return tables
