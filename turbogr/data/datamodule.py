@@ -194,6 +194,7 @@ class SequenceDataModule(LightningDataModule):
         """What a resumed run must agree on; saved with every checkpoint."""
         return {
             "content_hash": self.prepared.manifest["content_hash"],
+            "vocabulary": self.prepared.vocabulary,
             "protocol": self.protocol,
             "batch_size": self.batch_size,
             "ranks": self._ranks()[1],
@@ -218,7 +219,7 @@ class SequenceDataModule(LightningDataModule):
                     "the batches that were not yet trained, which needs the same data and options; restore them, or start a "
                     "new run"
                 )
-        elif state_dict.get("content_hash") not in (ours["content_hash"], self.prepared.manifest.get("vocabulary")):
+        elif state_dict.get("vocabulary", state_dict.get("content_hash")) != ours["vocabulary"]:
             rank_zero_warn(
                 f"the checkpoint was trained on other data than {self.prepared.path} (content_hash differs): its item rows "
                 "must mean the same items, and those of features the same values (new logs are prepared for a model with "
@@ -297,8 +298,8 @@ def settle_progress(trainer: Trainer) -> int:
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """How a checkpoint's data and order differ from ours, in words; ranks may, if the users of a step stay the same."""
     theirs = {"batch_size": 0, "ranks": 1} | theirs  # earlier versions trained on one rank
-    steps = ("batch_size", "ranks")
-    found = [f"{k} was {theirs.get(k)!r} and is {v!r}" for k, v in ours.items() if k not in steps and theirs.get(k) != v]
+    elsewhere = ("batch_size", "ranks", "vocabulary")  # the last is part of the content
+    found = [f"{k} was {theirs.get(k)!r} and is {v!r}" for k, v in ours.items() if k not in elsewhere and theirs.get(k) != v]
     was, now = (state["batch_size"] * state["ranks"] for state in (theirs, ours))
     if was != now:
         texts = [str(state["batch_size"]) for state in (theirs, ours)]

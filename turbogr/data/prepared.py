@@ -33,6 +33,8 @@ class PreparedData:
     Attributes:
         path: the folder.
         manifest: the folder's manifest (``docs/data.md`` lists its keys).
+        vocabulary: content hash of the folder that the rows of items and features come from: its own, or with
+            ``--vocabulary-of`` another one's.
         num_users: number of users U; user rows are 0..U-1.
         num_items: number of items V; item rows are 0..V-1, and there is no padding row.
         num_events: number of events E.
@@ -47,6 +49,7 @@ class PreparedData:
 
     path: Path
     manifest: dict[str, Any]
+    vocabulary: str
     num_users: int
     num_items: int
     num_events: int
@@ -76,6 +79,7 @@ class PreparedData:
         data = cls()
         data.path = Path(path)
         data.manifest = read_manifest(data.path)
+        data.vocabulary = data.manifest.get("vocabulary", data.manifest["content_hash"])
         data.num_users, data.num_items, data.num_events = (
             data.manifest[f"num_{what}"] for what in ("users", "items", "events")
         )

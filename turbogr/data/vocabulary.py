@@ -31,7 +31,7 @@ class Vocabulary:
         """
         self._data = PreparedData.open(path)
         self.num_items = self._data.num_items
-        self.content_hash = str(self._data.manifest.get("vocabulary", self._data.manifest["content_hash"]))
+        self.content_hash = self._data.vocabulary
 
     def complete(self, options: PrepareOptions) -> PrepareOptions:
         """Take the features of events that are not named from the folder, and those of them that are text as text.
