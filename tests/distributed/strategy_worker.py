@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.distributed.launch import report_checks
 from tests.distributed.strategy_cases import (
@@ -172,6 +172,31 @@ def options_of_rows() -> dict[str, Any]:
     return found
 
 
+def neutral() -> dict[str, str]:
+    """Digests of one training with and without what must not change it: checkpoints within epochs, loaders' workers."""
+
+    def saved(form: str) -> tuple[TurboGRStrategy, list[pl.Callback]]:
+        every = ModelCheckpoint(OUT / f"neutral-{form}", every_n_train_steps=1, save_top_k=-1)
+        return TurboGRStrategy(1, checkpoint=form), [every]
+
+    found = {}
+    for name, (strategy, callbacks) in {
+        "plain": (TurboGRStrategy(1), None),
+        "gathered": saved("gathered"),
+        "distributed": saved("distributed"),
+        "worker": (TurboGRStrategy(1), None),
+    }.items():
+        data = {"num_workers": 1} if name == "worker" else None
+        fit(PREPARED, RANKS, strategy, callbacks, data=data, dropout=0.2, val_check_interval=2, max_epochs=2)
+        found[name] = digest(strategy)
+    return found
+
+
+def mixed() -> dict[str, Any]:
+    """bf16-mixed on two copies."""
+    return equal("mixed", {"groups": 2}, {"rows": "adagrad", "precision": "bf16-mixed"})
+
+
 def divided_otherwise() -> str:
     """A model whose tables one trainer has divided, given to another."""
     model, data = build(PREPARED, RANKS)
@@ -199,6 +224,8 @@ def checks(which: str) -> dict[str, Any]:
             "early stopped": early_stopped,
             "evaluated": evaluated,
             "options of rows": options_of_rows,
+            "neutral": neutral,
+            "mixed": mixed,
             "divided otherwise": divided_otherwise,
         }
     cases = {4: FOUR, 2: TWO}[RANKS]

@@ -166,6 +166,25 @@ def test_rows_follow_the_schedule_and_are_clipped_if_asked(rest, rest_out, one):
     assert 0 < float(state.sum().sqrt()) <= 4 * 1e-6 * 1.001
 
 
+def test_checkpoints_within_epochs_and_workers_change_nothing(rest, rest_out):
+    """Batches are in flight while every step of two epochs is saved, in both forms."""
+    for report in rest["neutral"]:
+        assert len(set(report.values())) == 1, report
+    for form in ("gathered", "distributed"):
+        assert len(list((rest_out / f"neutral-{form}").glob("*.ckpt"))) == 8
+
+
+def test_mixed_precision(rest, rest_out, one):
+    """Copies agree bit for bit, and the training is that of one process as far as bfloat16 can tell."""
+    copies_agree(rest["mixed"])
+    expected = one(rows="adagrad", precision="bf16-mixed")
+    rows = ("embeddings.weight", "embeddings.optimizer.sum")
+    for name, difference in relative(rest_out / "mixed.ckpt", expected).items():
+        assert name not in rows or difference <= 0.02, (name, difference)
+    plain = relative(one(rows="adagrad"), expected)
+    assert plain["embeddings.optimizer.sum"] > 0, "it does compute in bfloat16"
+
+
 def test_tables_that_another_trainer_divided_are_refused(rest):
     for text in rest["divided otherwise"]:
         assert "already been divided" in text
