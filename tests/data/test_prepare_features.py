@@ -107,6 +107,23 @@ def test_features_are_the_naive_reference(events, shelves, options, cut, parquet
             assert parquet_rows.tolist() == data.event_features[feature].tolist()
 
 
+@pytest.mark.parametrize("filters", [{"repeats": "first"}, {"repeats": "last"}, {"k_core": 7}, {"max_length": 4}, {}], ids=str)
+def test_every_filter_keeps_features_with_their_events(tmp_path, filters):
+    """Enough events for each filter to drop some and keep some; no two have the same values of both features."""
+    random = np.random.default_rng(0)
+    users, items = random.integers(0, 20, 150) ** 2 // 20, random.integers(0, 12, 150)
+    events = [(int(u), int(i), 1000 + n // 4, n, f"p{n % 7}") for n, (u, i) in enumerate(zip(users, items, strict=True))]
+    events += [(99, 1, 7, 200, "p"), (99, 2, 7, 201, "p")]  # too short
+    table = pa.table(dict(zip(COLUMNS, zip(*events, strict=True), strict=False)))
+    pq.write_table(table, tmp_path / "log.parquet")
+    options = PrepareOptions(user="user", item="item", time="time", features=("kind", "price"), **filters)
+    manifest = prepare("events", [tmp_path / "log.parquet"], tmp_path / "out", options)
+    dropped = 152 - manifest["num_events"]
+    assert dropped == 2 if not filters else 2 < dropped < 130
+    naive = naive_histories(events, options.repeats, options.k_core or 0, None, options.max_length)
+    assert stored_histories(tmp_path / "out") == naive
+
+
 def test_the_reference_would_notice_a_shifted_feature():
     """Negative control: events alike but for a feature, whose order a sort or a filter could lose."""
     events = [(1, 5, 9, kind) for kind in range(5)]
