@@ -49,7 +49,7 @@ FOUR |= {
 TWO = {
     f"{groups} groups of {2 // groups}, {rows}": ({"groups": groups}, {"rows": rows})
     for groups in (1, 2)
-    for rows in ("adagrad", "lazy_adam")
+    for rows in ("adagrad", "row_wise_adagrad", "lazy_adam")
 }
 
 

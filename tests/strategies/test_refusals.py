@@ -5,13 +5,15 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import StrategyRegistry
 
 from tests.distributed.strategy_cases import QUIET, SizedBatches, Toy
 from turbogr.errors import ConfigurationError, DataError
-from turbogr.strategies import TurboGRStrategy
+from turbogr.strategies import TurboGRStrategy, group_choice
 from turbogr.strategies.aggregation import loss_weight
 from turbogr.strategies.agreement import StopRequest
+from turbogr.strategies.refusals import refuse_on_ranks
 
 
 @pytest.mark.parametrize(
@@ -170,3 +172,26 @@ def test_a_single_rank_agrees_with_itself():
     one_of_two.agree(15)
     one_of_two.agree(2)
     assert one_of_two.agreed == 15
+
+
+def test_what_would_leave_ranks_waiting():
+    saving = pl.callbacks.ModelCheckpoint(save_on_exception=True)
+    trainer = pl.Trainer(**{**QUIET, "enable_checkpointing": True}, devices=1, strategy="turbogr", callbacks=[saving])
+    with pytest.raises(ConfigurationError, match="ModelCheckpoint: save_on_exception needs all ranks"):
+        refuse_on_ranks(trainer)
+    trainer = pl.Trainer(**QUIET, devices=1, strategy="turbogr")
+    refuse_on_ranks(trainer)
+    trainer.strategy.cluster_environment = SLURMEnvironment(auto_requeue=False)
+    refuse_on_ranks(trainer)
+    trainer.strategy.cluster_environment = SLURMEnvironment()
+    with pytest.raises(ConfigurationError, match="auto_requeue=False"):
+        refuse_on_ranks(trainer)
+
+
+def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(group_choice, "_CGROUP", tmp_path / "memory.max")
+    whole = group_choice.memory_of_a_rank(torch.device("cpu"), 1)
+    for text, memory in (("max\n", whole), ("1000\n", 1000), (f"{2 * whole}\n", whole)):
+        group_choice._CGROUP.write_text(text)
+        assert group_choice.memory_of_a_rank(torch.device("cpu"), 1) == memory
+    assert group_choice.memory_of_a_rank(torch.device("cpu"), 4) == whole // 4

@@ -17,6 +17,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import PickleError
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +40,7 @@ from turbogr.checkpoints import (
 )
 from turbogr.errors import ConfigurationError
 from turbogr.sparse.engine import SparseEngine
-from turbogr.sparse.row_files import chunked, portion, read_rows, row_bytes, saved_rows, write_rows
-from turbogr.sparse.sharding import Piece
+from turbogr.sparse.row_files import read_rows, saved_rows, write_rows
 
 
 def dense_state(module: LightningModule, engine: SparseEngine) -> dict[str, Any]:
@@ -56,19 +56,10 @@ def gathered_state(module: LightningModule, engine: SparseEngine) -> dict[str, A
     nothing, and no device for more than a portion. To be called by all ranks, with no batch in flight.
     """
     state = dense_state(module, engine)
-    topology, sharding = engine.topology, engine.sharding
-    if topology.group != 0:
+    if engine.topology.group != 0:
         return state
-    for key, part in _row_tensors(module, engine).items():
-        if topology.rank != 0:
-            _send(part, sharding.pieces(topology.member), topology.shard_pg)
-            continue
-        full = torch.empty(engine.table.num_rows, *part.shape[1:], dtype=part.dtype)
-        for piece in sharding.pieces(0):
-            full[piece.rows.start : piece.rows.stop] = portion(part, piece)
-        for member in range(1, topology.group_size):
-            _receive(full, part, sharding.pieces(member), member, topology.shard_pg)
-        state[key] = full
+    prefix = table_prefix(module, engine.table)
+    state |= {f"{prefix}{key}": tensor for key, tensor in engine.full_state(to_member=0).items()}
     # As module.state_dict() orders them: rank 0's file is the one that one process writes.
     return {key: state[key] for key in module.state_dict() if key in state}
 
@@ -246,25 +237,9 @@ def _together(act: Callable[[], None], engine: SparseEngine, failed: str) -> Non
     problem = None
     try:
         act()
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, TypeError, AttributeError, PickleError) as error:
         problem = f"rank {engine.topology.rank}: {type(error).__name__}: {error}"
     problems: list[str | None] = [None] * engine.topology.world_size
     distributed.all_gather_object(problems, problem, group=engine.topology.host_pg)
     if found := [text for text in problems if text is not None]:
         raise ConfigurationError(f"{failed}: {'; '.join(found)}")
-
-
-def _send(part: Tensor, own: list[Piece], group: distributed.ProcessGroup) -> None:
-    for piece in chunked(own, row_bytes(part)):
-        distributed.send(portion(part, piece).detach().contiguous(), group=group, group_dst=0)
-
-
-def _receive(full: Tensor, like: Tensor, theirs: list[Piece], member: int, group: distributed.ProcessGroup) -> None:
-    """Receives what `_send` sends, on the device of `like`."""
-    room = like.new_empty(0, *like.shape[1:])
-    for piece in chunked(theirs, row_bytes(like)):
-        if len(room) < len(piece.rows):
-            room = like.new_empty(len(piece.rows), *like.shape[1:])
-        received = room[: len(piece.rows)]
-        distributed.recv(received, group=group, group_src=member)
-        full[piece.rows.start : piece.rows.stop] = received

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from turbogr.units import parse_bytes
 COUNTED_RANKS = 64
 """Ranks whose first batches are compared; what more ranks share is estimated (`DistinctRows`)."""
 
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
 
 def memory_of_a_rank(device: torch.device, ranks_per_node: int) -> int:
     """Bytes that a rank may count on: its device's, or its share of the node's."""
@@ -31,7 +34,10 @@ def memory_of_a_rank(device: torch.device, ranks_per_node: int) -> int:
         return torch.cuda.mem_get_info(device)[1]
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_node
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if _CGROUP.is_file() and (limit := _CGROUP.read_text().strip()).isdigit():
+        memory = min(memory, int(limit))  # of a container
+    return memory // ranks_per_node
 
 
 def first_rows(trainer: Trainer, table: EmbeddingTable) -> Tensor | None:

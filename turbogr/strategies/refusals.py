@@ -6,6 +6,7 @@ import inspect
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -61,6 +62,26 @@ def refuse_module(trainer: Trainer, module: LightningModule) -> None:
             raise ConfigurationError(
                 f"{type(owner).__name__}.{_HOOK} would run after the batch's rows were asked for: do its work in the loader's "
                 "collate_fn, or in transfer_batch_to_device or on_after_batch_transfer"
+            )
+
+
+def refuse_on_ranks(trainer: Trainer) -> None:
+    """Refuses what would leave ranks waiting for each other, where there are several.
+
+    Raises:
+        ConfigurationError: says why, and what to do.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        raise ConfigurationError(
+            "Lightning requeues a SLURM job from within a signal handler, wherever each rank stands, and a checkpoint takes "
+            "them all at one point: pass plugins=SLURMEnvironment(auto_requeue=False), or start the ranks with torchrun"
+        )
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "save_on_exception", False):
+            raise ConfigurationError(
+                f"{type(callback).__name__}: save_on_exception needs all ranks, and those that did not fail stand elsewhere: "
+                "leave it out, and resume from the last checkpoint (every_n_train_steps, LastCheckpoint)"
             )
 
 

@@ -48,6 +48,7 @@ from turbogr.strategies.pipeline import InFlight, Pipeline
 from turbogr.strategies.refusals import (
     only_table,
     refuse_module,
+    refuse_on_ranks,
     refuse_optimizers,
     refuse_precision,
     refuse_second_loader,
@@ -73,7 +74,7 @@ class TurboGRStrategy(DDPOnNPU):
         sharding: of the tables over the ranks of a group; see `turbogr.sparse.sharding.ShardingKind`.
         exchange: form of the exchange between groups; "auto" takes the one that sends fewer bytes.
         sparse_lr: "constant" leaves the rows' learning rate as the row optimizer has it; "follow" scales it as the schedulers
-            have scaled that of the dense optimizer's first group of parameters.
+            have scaled that of the dense optimizer's first group against its `initial_lr` (OneCycleLR's is its start).
         sparse_clip_norm: largest norm of the rows' gradient, of all tables and ranks together; None does not clip. (The
             trainer's `gradient_clip_val` clips the dense parameters only.)
         checkpoint: "gathered", one file that any strategy loads; "distributed", a directory into which every rank writes its
@@ -166,6 +167,8 @@ class TurboGRStrategy(DDPOnNPU):
         assert module is not None
         table = only_table(module)
         refuse_module(trainer, module)
+        if self.world_size > 1:
+            refuse_on_ranks(trainer)
         use_checkpoint_files(self)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_precision(self)
