@@ -43,7 +43,8 @@ $(DATA)/manifest.json: | $(STAMP)
 
 test: $(STAMP) $(KERNELS)
 	@bash scripts/compiler_note.sh
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
+	@# By file: what a file's tests share, such as ranks, is started once.
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

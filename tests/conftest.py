@@ -1,10 +1,31 @@
 """Fixtures shared by all tests."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import turbogr  # noqa: F401  (before torch: see its OpenMP settings)
+
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_left() -> Iterator[None]:
+    """What a trainer leaves open until the process ends, its process group and the rendezvous in the environment, ends here."""
+    from torch import distributed
+
+    before = {name: os.environ.get(name) for name in _RENDEZVOUS}
+    was_open = distributed.is_initialized()
+    yield
+    if distributed.is_initialized() and not was_open:
+        distributed.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
