@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,7 @@ OF_VARIANT = {
 }
 YARDSTICKS = {
     "movielens-100k": Yardstick("MovieLens-100K", None, "movielens"),
-    "ml-latest-small": Yardstick("MovieLens latest-small", "ml-latest-small/ratings.csv", "movielens", epochs=200, patience=10),
+    "ml-latest-small": Yardstick("MovieLens latest-small", "ml-latest-small/ratings.csv", "movielens", epochs=200, patience=25),
     "kuairand-27k-sample": Yardstick(
         "KuaiRand-27K, sample",
         RAW_KUAIRAND,
@@ -242,7 +243,7 @@ def data_table(rows: Sequence[Row], name: str) -> str:
         if not runs:
             continue
         cells = [spread([row["test"][metric] for row in runs]) for metric in METRICS]
-        counts = [", ".join(f"{row[key]:.0f}" for row in runs) for key in ("best_epoch", "epochs", "fit_cpu_seconds")]
+        counts = [", ".join(whole(row.get(key)) for row in runs) for key in ("best_epoch", "epochs", "fit_cpu_seconds")]
         lines.append([title, *cells, *counts])
     for who in ("popularity", "random"):
         first = next(row for row in rows if row["data"] == name)
@@ -256,9 +257,17 @@ def spread(values: Sequence[float]) -> str:
     return f"{text} ± {decimal((max(values) - min(values)) / 2)}" if len(values) > 1 else text
 
 
+def whole(value: float | None) -> str:
+    """Without decimals; a dash for what was not measured."""
+    return "-" if value is None else f"{value:.0f}"
+
+
 def decimal(value: float) -> str:
     """Four places, without the zero before the point."""
     return f"{value:.4f}".removeprefix("0")
+
+
+UNBROKEN: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def results_section(rows: Sequence[Row], yardsticks: Mapping[str, Yardstick]) -> str:
@@ -269,7 +278,7 @@ def results_section(rows: Sequence[Row], yardsticks: Mapping[str, Yardstick]) ->
         if not models:
             continue
         typed = [*data_commands(name, ""), *(fit_command(name, model, SEEDS[0]) for model in models)]
-        commands = "\n".join(shown(command).replace(" --", " \\\n    --") for command in typed)
+        commands = "\n".join(" \\\n    ".join(textwrap.wrap(shown(each), 112, **UNBROKEN)) for each in typed)
         parts.append(f"### {yardstick.title}\n\n{data_table(rows, name)}\n\n```console\n{commands}\n```")
     return "\n\n".join(parts)
 

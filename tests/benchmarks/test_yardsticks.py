@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import yaml
 from _report import Report
-from _results import add_row, markdown_table, read_rows, with_section
+from _results import PAGE, RESULTS, add_row, markdown_table, read_rows, with_section
 from scaling_law import draw, fit_law, law_of, section
 from yardsticks import (
     ALL,
+    FEATURES,
     METRICS,
     YARDSTICKS,
     data_commands,
@@ -193,3 +194,10 @@ def test_the_law_is_written_and_drawn(tmp_path, capsys):
     draw(rows, law, tmp_path / "law.png")
     assert (tmp_path / "law.png").read_bytes().startswith(b"\x89PNG")
     assert "law.png" in capsys.readouterr().out
+
+
+def test_the_page_is_what_the_stored_runs_say():
+    page = PAGE.read_text(encoding="utf-8")
+    rows = read_rows(RESULTS / "yardsticks.jsonl")
+    assert with_section(page, "yardsticks", results_section(rows, YARDSTICKS)) == page
+    assert with_section(page, "features", results_section(rows, FEATURES)) == page
