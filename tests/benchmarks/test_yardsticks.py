@@ -15,6 +15,7 @@ from yardsticks import (
     ALL,
     FEATURES,
     METRICS,
+    SEEDS,
     YARDSTICKS,
     data_commands,
     data_table,
@@ -201,3 +202,13 @@ def test_the_page_is_what_the_stored_runs_say():
     rows = read_rows(RESULTS / "yardsticks.jsonl")
     assert with_section(page, "yardsticks", results_section(rows, YARDSTICKS)) == page
     assert with_section(page, "features", results_section(rows, FEATURES)) == page
+    sizes = sorted(read_rows(RESULTS / "scaling_law.jsonl"), key=lambda each: (each["compute"], each["seed"]))
+    assert with_section(page, "scaling law", section(sizes)) == page
+
+
+def test_the_stored_runs_are_those_of_the_commands_shown():
+    rows = read_rows(RESULTS / "yardsticks.jsonl")
+    assert [(each["data"], each["model"], each["seed"]) for each in rows] == list(wanted(ALL, SEEDS))
+    for each in rows:
+        assert each["command"] == shown(fit_command(each["data"], each["model"], each["seed"]))
+        assert each["best_epoch"] <= each["epochs"] <= ALL[each["data"]].epochs
