@@ -239,7 +239,7 @@ def section(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="a prepared folder of MovieLens-100K; fetched if not given")
+    parser.add_argument("--data", type=Path, help="a prepared folder, times in seconds; MovieLens-100K is fetched if not given")
     parser.add_argument("--results", type=Path, default=RESULTS / "scaling_law.jsonl", help="rows of finished runs, JSON lines")
     parser.add_argument("--png", type=Path, help="draw the points and the fit to this file")
     parser.add_argument("--page", action="store_true", help="write the table into docs/results.md and draw its picture")
