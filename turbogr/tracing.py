@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ class Span(NamedTuple):
         resource: what it occupied.
         start: seconds of `time.perf_counter`.
         end: the same.
+        thread: which of this process's threads wrote it down.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Span(NamedTuple):
     resource: Resource
     start: float
     end: float
+    thread: int = 0
 
 
 class Trace:
@@ -56,7 +59,7 @@ class Trace:
     def add(self, name: str, batch: int, resource: Resource, start: float) -> None:
         """Writes down what began at `start` and ends now."""
         if self.active:
-            self._spans.append(Span(name, batch, resource, start, time.perf_counter()))
+            self._spans.append(Span(name, batch, resource, start, time.perf_counter(), threading.get_ident()))
 
     def take(self) -> list[Span]:
         """The spans so far, by their start; they are forgotten here."""
