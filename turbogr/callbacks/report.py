@@ -22,13 +22,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from turbogr.baselines import EvaluationData, evaluate_baselines
 from turbogr.callbacks.drawing import draw_report, draw_test, replace_file
 from turbogr.callbacks.resume import LastCheckpoint
+from turbogr.callbacks.terminal import print_table, shown
 from turbogr.callbacks.throughput import Throughput
 from turbogr.errors import ConfigurationError
 
@@ -117,7 +116,7 @@ class Report(Callback):
         table.add_section()
         for label, path in _files(trainer, folder).items():
             if path.exists():
-                table.add_row(label, _shown(path))
+                table.add_row(label, shown(path))
         return table
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -141,7 +140,7 @@ class Report(Callback):
         best = _best_row(rows, *_monitored(trainer))
         folder.mkdir(parents=True, exist_ok=True)
         draw_report(rows, best, folder / "report.png", title=folder.resolve().name)
-        _print("Training finished", self._fit_table(trainer, rows, best, folder))
+        print_table("Training finished", self._fit_table(trainer, rows, best, folder))
 
     def _finish_test(self, trainer: Trainer, pl_module: LightningModule) -> None:
         results = {"model": _test_metrics(trainer)}
@@ -155,12 +154,12 @@ class Report(Callback):
         checkpoint = str(trainer.ckpt_path) if trainer.ckpt_path else None
         written = {"checkpoint": checkpoint, "epoch": self._loaded_epoch, "metrics": results}
         replace_file(folder / "test.json", lambda path: path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8"))
-        source = f"{_shown(Path(checkpoint))}, epoch {_counted(self._loaded_epoch)}" if checkpoint else "weights in memory"
+        source = f"{shown(Path(checkpoint))}, epoch {_counted(self._loaded_epoch)}" if checkpoint else "weights in memory"
         paths = [folder / "test.json"]
         if top_k:
             draw_test(results, 10 if 10 in top_k else top_k[0], folder / "test.png", title=source)
             paths.append(folder / "test.png")
-        _print(f"Test of {source}", _test_table(results), *(f"written: {_shown(path)}" for path in paths))
+        print_table(f"Test of {source}", _test_table(results), *(f"written: {shown(path)}" for path in paths))
 
 
 class MetricsLogger(CSVLogger):
@@ -310,23 +309,6 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def _shown(path: Path) -> str:
-    path = path.resolve()
-    here = Path.cwd().resolve()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
-def _print(title: str, table: Table, *lines: str) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # in a log file no path shall be broken at column 80
-    # Not the table's own title and caption, which would be folded to its width.
-    console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print(table)
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
 
 
 def _counted(epoch: int | None) -> str:
