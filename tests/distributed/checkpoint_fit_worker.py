@@ -13,13 +13,13 @@ import lightning.pytorch as pl
 import torch
 
 from tests.distributed.launch import report_checks
+from tests.distributed.strategy_cases import sync
 from turbogr.callbacks.resume import LastCheckpoint
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.sparse.optimizers import AdaGrad
 from turbogr.sparse.table import EmbeddingTable
-from turbogr.strategies import TurboGRStrategy
 
 STOP, END = 5, 9
 """Optimizer steps: of three an epoch."""
@@ -56,7 +56,7 @@ def fit(folder: Path, batch_size: int, steps: int, ckpt_path: Path | None, save_
 def on_ranks(folder: Path, steps: int, ckpt_path: str | None, save_to: str, **options: Any) -> float:
     """The same on two ranks."""
     start = None if ckpt_path is None else folder / ckpt_path
-    return fit(folder, 8, steps, start, folder / save_to, devices=2, strategy=TurboGRStrategy(timeout_s=30.0, **options))
+    return fit(folder, 8, steps, start, folder / save_to, devices=2, strategy=sync(timeout_s=30.0, **options))
 
 
 def main(folder: Path) -> None:

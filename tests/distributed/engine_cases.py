@@ -151,7 +151,8 @@ def fetched(engine: SparseEngine, features: Features):
     engine.start_ids(batch, engine.receive_counts(batch))
     engine.finish_ids(batch)
     engine.join_unique(batch)
-    engine.forward(batch)
+    engine.start_rows(batch)
+    engine.finish_rows(batch)
     engine.current(batch)
     return batch
 
@@ -180,14 +181,14 @@ class OnlyGroupZero:
     def __init__(self, where: HSPTopology) -> None:
         self.pg = where.replica_pg
 
-    def start(self, gradient, union) -> None:
-        sums = gradient.new_zeros(len(union.ids), gradient.shape[1])
-        sums[union.positions[self.pg.rank()]] = gradient
-        dist.broadcast(sums, group=self.pg, group_src=0)
-        self.sums = sums
+    def prepare(self, union, like):
+        def exchange(gradient: Tensor) -> Tensor:
+            sums = gradient.new_zeros(len(union.ids), gradient.shape[1])
+            sums[union.positions[self.pg.rank()]] = gradient
+            dist.broadcast(sums, group=self.pg, group_src=0)
+            return sums
 
-    def wait(self) -> Tensor:
-        return self.sums
+        return exchange
 
 
 def differences(case: Case) -> dict[str, object]:

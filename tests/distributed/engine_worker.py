@@ -97,7 +97,7 @@ def one_start_for_a_device() -> dict[str, object]:
     where = topology(2)
     ranks = torch.arange(dist.get_world_size()).view(2, -1)
     devices_only = [dist.new_group(column.tolist(), timeout=TIMEOUT, backend="cuda:gloo") for column in ranks.T]
-    groups = ProcessGroups(where.shard_pg, devices_only[where.member], where.meta_pg, where.host_pg)
+    groups = ProcessGroups(where.ids_pg, where.shard_pg, devices_only[where.member], where.meta_pg, where.host_pg)
     table = table_of(Case(2))
     with torch.no_grad():
         table.weight.add_(where.group)

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 import turbogr.ops.catalogue as catalogue_op
 from tests.distributed.launch import report_checks
+from tests.distributed.strategy_cases import sync
 from tests.ops.largest_tensor import LargestTensor
 from turbogr.batch import JaggedBatch
 from turbogr.callbacks.predictions import PredictionWriter
@@ -31,7 +32,6 @@ from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.sasrec import SASRec
 from turbogr.sparse.catalogue import LocalCatalogue
 from turbogr.sparse.sharded_catalogue import ShardedCatalogue
-from turbogr.strategies.turbogr import TurboGRStrategy
 
 K = 12
 
@@ -287,7 +287,7 @@ def evaluate(folder: str | Path, prepared: str | Path, strategy: Any, batch_size
 
 
 def evaluate_on_ranks() -> dict[str, Any]:
-    return evaluate(Path(sys.argv[2]) / "run", sys.argv[1], TurboGRStrategy(groups=groups()), 16 // dist.get_world_size())
+    return evaluate(Path(sys.argv[2]) / "run", sys.argv[1], sync(groups=groups()), 16 // dist.get_world_size())
 
 
 def train() -> dict[str, Any]:
@@ -299,7 +299,7 @@ def train() -> dict[str, Any]:
         stale.touch()
     dist.barrier()
     callbacks = [ReplaceEarlierRun([stale]), Report(), meter, EpochLines(), Summary()]
-    runner = trainer(folder, TurboGRStrategy(groups=groups()), callbacks, max_epochs=2, log_every_n_steps=3)
+    runner = trainer(folder, sync(groups=groups()), callbacks, max_epochs=2, log_every_n_steps=3)
     sums: list[int] = []
     real = runner.strategy.reduce
 
@@ -331,7 +331,7 @@ def failing() -> dict[str, Any]:
     """A rank fails in prediction. The process group is of no use afterwards."""
     folder = Path(sys.argv[2]) / "run"
     module = Fails(ITEMS, SASRec(dim=16, num_heads=2, max_length=12), top_k=(1,), predict_k=7)
-    runner = trainer(folder, TurboGRStrategy(groups=groups()), [PredictionWriter()])
+    runner = trainer(folder, sync(groups=groups()), [PredictionWriter()])
     started = monotonic()
     try:
         runner.predict(module, datamodule=data(sys.argv[1], 4), return_predictions=False)

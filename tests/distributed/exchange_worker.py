@@ -1,7 +1,6 @@
 """Worker of test_exchange.py: four ranks, of which the first M are M groups of one member each."""
 
 import hashlib
-import time
 from datetime import timedelta
 
 import torch
@@ -109,8 +108,7 @@ def sums(groups: int) -> dict | None:
             repeats = []
             with Counter() as counter:
                 for _ in range(2):
-                    exchange.start(gradient, union)
-                    repeats.append(exchange.wait())
+                    repeats.append(exchange.prepare(union, gradient)(gradient))
             entry[form] = {
                 "bits": [digest(x) for x in repeats],
                 "error": largest_error(repeats[0], expected),
@@ -134,75 +132,39 @@ def dropped_group() -> dict | None:
     expected = truth("overlapping", 3)[1]
     found = {}
     for form in FORMS:
-        exchange = ValueExchange(replica, form)
-        exchange.start(gradient * (dist.get_rank() != 2), union)
-        result = exchange.wait()
+        exchange = ValueExchange(replica, form).prepare(union, gradient)
+        result = exchange(gradient * (dist.get_rank() != 2))
         found[form] = {"bits": digest(result), "error": largest_error(result, expected)}
     return found
 
 
-def runs_beside() -> dict:
-    """Nobody waits, and yet the exchange comes to its end; and a start returns although the others are late."""
-    made = groups_of(RANKS)
-    assert made is not None
-    replica, meta = made
-    found = {}
-    for form in FORMS:
-        ids, gradient = contribution("overlapping", dist.get_rank(), RANKS)
-        union = union_of_rows(ids, meta)
-        exchange = ValueExchange(replica, form)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            exchange.start(gradient, union)
-            pending = exchange._running._thread.is_alive()  # the others have not begun
-            dist.barrier()
-        else:
-            dist.barrier()  # not before rank 0 has left its start
-            exchange.start(gradient, union)
-            pending = True
-        deadline = time.monotonic() + 20
-        while exchange._running._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        finished = not exchange._running._thread.is_alive()
-        dist.barrier()
-        found[form] = {
-            "pending": pending,
-            "finished": finished,
-            "error": largest_error(exchange.wait(), truth("overlapping", 4)[1]),
-        }
-    return found
-
-
 def lost_peer() -> str | None:
-    """Rank 1 never starts; rank 0 must learn of it from `wait`."""
+    """Rank 1 never comes; rank 0 must learn of it."""
     made = groups_of(2, timeout_s=1.0)
     if made is None or dist.get_rank() == 1:
         return None
     union = RowUnion(torch.arange(3), [torch.arange(3), torch.arange(3)])
-    exchange = ValueExchange(made[0], "two_phase")
-    exchange.start(torch.ones(3, DIM), union)
+    exchange = ValueExchange(made[0], "two_phase").prepare(union, torch.ones(3, DIM))
     try:
-        exchange.wait()
+        exchange(torch.ones(3, DIM))
     except RuntimeError as error:
         return type(error).__name__
     return "no error"
 
 
 def misuse() -> list[str] | None:
-    made = groups_of(1)
+    """A gradient of other rows than the union's, a union of other groups."""
+    made = groups_of(2)
     if made is None:
         return None
-    exchange, union = ValueExchange(made[0], "auto"), RowUnion(torch.arange(2), [torch.arange(2)])
-    messages = []
-    for calls in (
-        exchange.wait,
-        lambda: exchange.start(torch.ones(3, DIM), union),
-        lambda: [exchange.start(torch.ones(2, DIM), union) for _ in range(2)],
-    ):
+    exchange, messages = ValueExchange(made[0], "auto"), []
+    union = RowUnion(torch.arange(2), [torch.arange(2), torch.arange(2)])
+    alone = RowUnion(torch.arange(2), [torch.arange(2)])
+    for given in (union, alone):
         try:
-            calls()
-        except (RuntimeError, ValueError) as error:
-            messages.append(f"{type(error).__name__}: {error}")
+            exchange.prepare(given, torch.ones(1, DIM))(torch.ones(3, DIM))
+        except ValueError as error:
+            messages.append(str(error))
     return messages
 
 
@@ -210,4 +172,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     checks = {f"sums{groups}": (lambda groups=groups: sums(groups)) for groups in (1, 2, 3, 4)}
     # The lost peer comes last: it leaves a broken group behind.
-    report_checks({**checks, "dropped": dropped_group, "beside": runs_beside, "misuse": misuse, "lost": lost_peer})
+    report_checks({**checks, "dropped": dropped_group, "misuse": misuse, "lost": lost_peer})

@@ -14,13 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.data.make import write_prepared
 from tests.distributed.launch import report_checks
-from tests.distributed.strategy_cases import QUIET, TOGETHER, adam, digest
+from tests.distributed.strategy_cases import QUIET, TOGETHER, adam, digest, sync
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.sparse.optimizers import LazyAdam
 from turbogr.sparse.table import EmbeddingTable
-from turbogr.strategies import TurboGRStrategy
 
 FEATURES = {"author": ("item", 17), "tab": ("event", 5), "tag": ("item", 6)}
 CASES: dict[str, dict[str, Any]] = {
@@ -44,7 +43,7 @@ def make(folder: Path) -> Path:
     return write_prepared(folder, num_users=110, num_items=61, max_len=20, seed=1, features=FEATURES)
 
 
-def trained(folder: Path, ranks: int, strategy: str | TurboGRStrategy, out: Path, **data: Any) -> dict[str, Any]:
+def trained(folder: Path, ranks: int, strategy: Any, out: Path, **data: Any) -> dict[str, Any]:
     """Trains and tests; writes a gathered checkpoint to `out`."""
     pl.seed_everything(7)
     options = {"batch_size": TOGETHER // ranks, "max_length": 20, "num_negatives": 6, "num_workers": 0, "eval_batch_size": 8}
@@ -75,7 +74,7 @@ def trained(folder: Path, ranks: int, strategy: str | TurboGRStrategy, out: Path
 
 
 def case(name: str, folder: Path, ranks: int, out: Path) -> dict[str, Any]:
-    strategy = TurboGRStrategy(timeout_s=60, **CASES[name])
+    strategy = sync(timeout_s=60, **CASES[name])
     return {
         **trained(folder, ranks, strategy, out / f"{name}.ckpt"),
         "member": strategy.topology.member,

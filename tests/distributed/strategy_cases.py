@@ -144,6 +144,10 @@ def flat(checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
+sync = functools.partial(TurboGRStrategy, mode="sync")
+"""What trains as one process does."""
+
+
 class SignalOn(pl.Callback):
     """Sends one rank a signal at a step."""
 

@@ -25,11 +25,15 @@ from tests.distributed.strategy_cases import (
     build,
     digest,
     fit,
+    sync,
 )
 from turbogr.callbacks.resume import LastCheckpoint, TrainingInterrupted
 from turbogr.errors import ConfigurationError
 from turbogr.sparse.engine import SparseEngine
 from turbogr.strategies import TurboGRStrategy
+
+SMALL = {"batch_size": 4}
+"""Of which there are more than are ever in flight, whatever the folder."""
 
 RANKS: int
 PREPARED: Path
@@ -39,7 +43,7 @@ _start_exchange = SparseEngine.start_exchange
 
 
 def equal(name: str, options: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
-    strategy = TurboGRStrategy(timeout_s=60, **options)
+    strategy = sync(timeout_s=60, **options)
     trainer = fit(PREPARED, RANKS, strategy, **training)
     trainer.save_checkpoint(OUT / f"{name}.ckpt")
     return {"member": strategy.topology.member, "digest": digest(strategy), "steps": trainer.global_step}
@@ -49,8 +53,8 @@ def equal(name: str, options: dict[str, Any], training: dict[str, Any]) -> dict[
 
 
 def exchange_dropped(engine: SparseEngine, scale: float) -> None:
-    for touched in engine._pending:
-        touched.union = None
+    for sent in engine._sent:
+        sent.touched.union = None
     _start_exchange(engine, scale)
 
 
@@ -78,7 +82,7 @@ def uneven(loader: type[Batches]) -> dict[str, Any]:
     pl.seed_everything(1)
     rank = int(os.environ["RANK"])
     options = {"max_epochs": 3, "val_check_interval": 2, "enable_checkpointing": False, "devices": RANKS}
-    strategy = TurboGRStrategy(timeout_s=30)
+    strategy = sync(timeout_s=30)
     trainer = pl.Trainer(**QUIET, **options, strategy=strategy)
     model = Toy()
     trainer.fit(model, loader(5 + 3 * rank, rank), SizedBatches(2, 7))
@@ -87,7 +91,7 @@ def uneven(loader: type[Batches]) -> dict[str, Any]:
 
 def uneven_validation(loader: type[Batches]) -> str:
     rank = int(os.environ["RANK"])
-    trainer = pl.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False, devices=RANKS, strategy=TurboGRStrategy())
+    trainer = pl.Trainer(**QUIET, max_epochs=1, enable_checkpointing=False, devices=RANKS, strategy=sync())
     try:
         trainer.fit(Toy(), SizedBatches(4, rank), loader(2 + rank, 7))
     except ConfigurationError as error:
@@ -101,7 +105,7 @@ def resumed(groups: int, checkpoint: str, steps: int) -> dict[str, Any]:
     options = {"max_epochs": 2, "dropout": 0.2, "val_check_interval": 3}
 
     def strategy() -> TurboGRStrategy:
-        return TurboGRStrategy(groups, checkpoint=checkpoint, timeout_s=60)
+        return sync(groups, checkpoint=checkpoint, timeout_s=60)
 
     last = OUT / f"last-{name}.ckpt"
     stopped = fit(PREPARED, RANKS, strategy(), [LastCheckpoint(last)], max_steps=steps, **options)
@@ -118,7 +122,7 @@ def signalled() -> dict[str, Any]:
     """Rank 1 gets SIGTERM."""
     last = OUT / "signalled.ckpt"
     try:
-        fit(PREPARED, RANKS, TurboGRStrategy(2), [LastCheckpoint(last), SignalOn(1, 2)], limit_train_batches=8)
+        fit(PREPARED, RANKS, sync(2), [LastCheckpoint(last), SignalOn(1, 2)], limit_train_batches=8, data=SMALL)
     except TrainingInterrupted as interrupted:
         return {"said": str(interrupted), "step": torch.load(last, weights_only=True)["global_step"]}
     return {"said": "went through"}
@@ -127,7 +131,7 @@ def signalled() -> dict[str, Any]:
 def terminated() -> str:
     """The same without LastCheckpoint: what Lightning does is what all ranks do."""
     try:
-        fit(PREPARED, RANKS, TurboGRStrategy(2), [SignalOn(1, 2)], limit_train_batches=8)
+        fit(PREPARED, RANKS, sync(2), [SignalOn(1, 2)], limit_train_batches=8, data=SMALL)
     except pl.utilities.exceptions.SIGTERMException as error:
         return type(error).__name__
     return "went through"
@@ -135,7 +139,7 @@ def terminated() -> str:
 
 def early_stopped() -> int:
     stop = EarlyStopping("val/MRR", mode="max", patience=0, min_delta=1.0, check_on_train_epoch_end=False)
-    return fit(PREPARED, RANKS, TurboGRStrategy(2), [stop], val_check_interval=2, max_epochs=5).global_step
+    return fit(PREPARED, RANKS, sync(2), [stop], val_check_interval=2, max_epochs=5).global_step
 
 
 def evaluated() -> dict[str, Any]:
@@ -144,7 +148,7 @@ def evaluated() -> dict[str, Any]:
     options = {"max_epochs": 1, "limit_train_batches": 4, "enable_checkpointing": False, "devices": RANKS}
     results = []
     for groups in (1, 2):
-        trainer = pl.Trainer(**QUIET, **options, strategy=TurboGRStrategy(groups))
+        trainer = pl.Trainer(**QUIET, **options, strategy=sync(groups))
         if groups == 1:
             trainer.fit(model, data)
             trainer.save_checkpoint(OUT / "evaluated.ckpt")
@@ -166,7 +170,7 @@ def options_of_rows() -> dict[str, Any]:
         "follow": {"sparse_lr": "follow"},
         "clipped": {"sparse_clip_norm": 1e-6},
     }.items():
-        trainer = fit(PREPARED, RANKS, TurboGRStrategy(1, **options), rows="adagrad", scheduled=True)
+        trainer = fit(PREPARED, RANKS, sync(1, **options), rows="adagrad", scheduled=True)
         trainer.save_checkpoint(OUT / f"rows-{name}.ckpt")
         found[name] = trainer.global_step
     return found
@@ -177,14 +181,14 @@ def neutral() -> dict[str, str]:
 
     def saved(form: str) -> tuple[TurboGRStrategy, list[pl.Callback]]:
         every = ModelCheckpoint(OUT / f"neutral-{form}", every_n_train_steps=1, save_top_k=-1)
-        return TurboGRStrategy(1, checkpoint=form), [every]
+        return sync(1, checkpoint=form), [every]
 
     found = {}
     for name, (strategy, callbacks) in {
-        "plain": (TurboGRStrategy(1), None),
+        "plain": (sync(1), None),
         "gathered": saved("gathered"),
         "distributed": saved("distributed"),
-        "worker": (TurboGRStrategy(1), None),
+        "worker": (sync(1), None),
     }.items():
         data = {"num_workers": 1} if name == "worker" else None
         fit(PREPARED, RANKS, strategy, callbacks, data=data, dropout=0.2, val_check_interval=2, max_epochs=2)
@@ -201,7 +205,7 @@ def divided_otherwise() -> str:
     """A model whose tables one trainer has divided, given to another."""
     model, data = build(PREPARED, RANKS)
     options = {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 0, "enable_checkpointing": False}
-    trainers = [pl.Trainer(**QUIET, **options, devices=RANKS, strategy=TurboGRStrategy(1)) for _ in range(2)]
+    trainers = [pl.Trainer(**QUIET, **options, devices=RANKS, strategy=sync(1)) for _ in range(2)]
     trainers[0].fit(model, data)
     try:
         trainers[1].fit(model, data)

@@ -98,7 +98,7 @@ def test_lookups_that_were_not_prepared_are_refused(rest):
         assert "other rows of feature 'negatives'" in others
         assert "other rows of feature 'more'" in more
         assert late == nothing
-        assert "backward before forward" in backward
+        assert "backward before finish_rows" in backward
         assert "exchange must be one of" in form
 
 

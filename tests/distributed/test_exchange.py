@@ -82,23 +82,14 @@ def test_the_forms_use_different_collectives(ranks):
     assert entry["two_phase"]["how"] == ["exchange", "gather"]
 
 
-def test_start_does_not_block_and_all_of_it_runs_beside_the_caller(ranks):
-    for result in ranks["beside"]:
-        for form in FORMS:
-            assert result[form]["pending"]
-            assert result[form]["finished"]
-            assert result[form]["error"] <= TOLERANCE
-
-
-def test_a_peer_that_never_comes_is_an_error_of_wait(ranks):
+def test_a_peer_that_never_comes_is_an_error(ranks):
     assert ranks["lost"][0] not in (None, "no error")
 
 
 def test_misuse_is_refused(ranks):
-    without_start, rows, twice = ranks["misuse"][0]
-    assert "wait was called without start" in without_start
-    assert rows.startswith("ValueError")
-    assert "start was called twice" in twice
+    rows, groups = ranks["misuse"][0]
+    assert "this group has 2 rows in the union, the gradient has 3" in rows
+    assert "a union of 2 groups was expected" in groups
 
 
 @pytest.mark.parametrize(

@@ -180,18 +180,24 @@ def touched(rows: list[int], others: list[int]) -> Touched:
     """Of the first of two groups, with the union."""
     ids = torch.tensor(sorted({*rows, *others}), dtype=torch.int64)
     places = [torch.searchsorted(ids, torch.tensor(own, dtype=torch.int64)) for own in (rows, others)]
-    found = Touched(torch.tensor(rows, dtype=torch.int64), RowUnion(ids, places))
-    found.gradient = torch.tensor(rows, dtype=torch.float32)[:, None].expand(-1, 2) + 1
-    return found
+    return Touched(torch.tensor(rows, dtype=torch.int64), RowUnion(ids, places))
 
 
 def test_accumulated_batches_and_their_unions_are_merged():
-    merged = merge([touched([1, 4], [0, 4]), touched([], []), touched([4, 6], [])])
+    merged, inverse = merge([touched([1, 4], [0, 4]), touched([], []), touched([4, 6], [])])
     assert merged.rows.tolist() == [1, 4, 6]
-    assert merged.gradient[:, 0].tolist() == [2.0, 10.0, 7.0]
+    assert inverse.tolist() == [0, 1, 1, 2]
     assert merged.union.ids.tolist() == [0, 1, 4, 6]
     assert [places.tolist() for places in merged.union.positions] == [[1, 2, 3], [0, 2]]
     alone = touched([1], [2])
-    assert merge([alone]) is alone
-    nothing = merge([touched([], []), touched([], [])])
-    assert (len(nothing.rows), len(nothing.union.ids), nothing.gradient.shape) == (0, 0, (0, 2))
+    assert merge([alone]) == (alone, None)
+    nothing, inverse = merge([touched([], []), touched([], [])])
+    assert (len(nothing.rows), len(nothing.union.ids), len(inverse)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise"])
+def test_rows_at_is_the_way_back_of_local(kind):
+    sharding = Sharding.of_kind(kind, {"items": range(11), "tags": range(11, 14)}, 4, 3)
+    for member in range(3):
+        rows = sharding.rows_of(member)
+        assert torch.equal(sharding.rows_at(sharding.local(rows, member), member), rows)

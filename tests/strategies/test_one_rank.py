@@ -1,4 +1,4 @@
-"""TurboGRStrategy on one rank is strategy="auto", bit for bit."""
+"""TurboGRStrategy in mode sync, on one rank, is strategy="auto", bit for bit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.data.make import write_prepared
-from tests.distributed.strategy_cases import QUIET, SizedBatches, Toy, build, flat
+from tests.distributed.strategy_cases import QUIET, SizedBatches, Toy, build, flat, sync
 from turbogr.callbacks.resume import LastCheckpoint
-from turbogr.strategies import TurboGRStrategy
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +77,7 @@ def stops_early() -> list[pl.Callback]:
 )
 def test_one_rank_is_auto_bit_for_bit(folder, tmp_path, options):
     """With dropout and a scheduler, and whatever is said; test and predict as well."""
-    runs = [trained(folder, tmp_path / str(n), s, **options) for n, s in enumerate(("auto", TurboGRStrategy()))]
+    runs = [trained(folder, tmp_path / str(n), s, **options) for n, s in enumerate(("auto", sync()))]
     assert runs[0]["steps"] > 1
     assert_same(*runs)
 
@@ -88,9 +87,13 @@ def test_runs_are_resumed_across_strategies(folder, tmp_path, steps):
     """Stopped under one, taken up under the other: the same bits as one run without a stop."""
     options = {"val_check_interval": 2, "accumulate_grad_batches": 1}
     whole = trained(folder, tmp_path / "whole", "auto", **options)
-    for name, first, second in (("a", "auto", "turbogr"), ("b", "turbogr", "auto"), ("c", "turbogr", "turbogr")):
-        trained(folder, tmp_path / name, first, max_steps=steps, **options)
-        assert_same(trained(folder, tmp_path / name, second, resume=True, **options), whole)
+    for name, first, second in (("a", "auto", sync), ("b", sync, "auto"), ("c", sync, sync)):
+        trained(folder, tmp_path / name, made(first), max_steps=steps, **options)
+        assert_same(trained(folder, tmp_path / name, made(second), resume=True, **options), whole)
+
+
+def made(strategy: str | Callable[[], Any]) -> Any:
+    return strategy if isinstance(strategy, str) else strategy()
 
 
 class Stream(IterableDataset):
@@ -151,7 +154,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", LOADERS)
 def test_loaders_of_ones_own_and_skipped_steps(name):
     ends = []
-    for strategy in ("auto", TurboGRStrategy()):
+    for strategy in ("auto", sync()):
         pl.seed_everything(3)
         ends.append(toy(strategy, LOADERS[name](), OwnUpdates(strategy == "auto")))
     for key, tensor in ends[0].items():
@@ -175,10 +178,10 @@ def test_a_loader_is_taken_up_where_it_was_left(tmp_path, name):
     """Lightning by itself would begin the epoch again with a loader that has no state."""
     options = {"default_root_dir": tmp_path, "max_epochs": 2}
     pl.seed_everything(3)
-    whole = toy(TurboGRStrategy(), LOADERS[name](), Toy(), **options)
+    whole = toy(sync(), LOADERS[name](), Toy(), **options)
     pl.seed_everything(3)
-    stopped = toy(TurboGRStrategy(), LOADERS[name](), Toy(), max_steps=3, **options)
-    resumed = toy(TurboGRStrategy(), LOADERS[name](), Toy(), tmp_path / "checkpoints" / "last.ckpt", **options)
+    stopped = toy(sync(), LOADERS[name](), Toy(), max_steps=3, **options)
+    resumed = toy(sync(), LOADERS[name](), Toy(), tmp_path / "checkpoints" / "last.ckpt", **options)
     assert all(torch.equal(tensor, resumed[key]) for key, tensor in whole.items())
     assert not torch.equal(stopped["layer.weight"], whole["layer.weight"])
 
@@ -186,7 +189,7 @@ def test_a_loader_is_taken_up_where_it_was_left(tmp_path, name):
 def test_the_table_is_given_back(folder):
     """After a fit on one rank the model is as it would be after one under auto: it can be used, and trained on."""
     model, data = build(folder, 1)
-    for strategy in (TurboGRStrategy(), "auto", TurboGRStrategy()):
+    for strategy in (sync(), "auto", sync()):
         options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0, "enable_checkpointing": False}
         pl.Trainer(**QUIET, **options, devices=1, strategy=strategy).fit(model, data)
         assert model.embeddings.engine is None
@@ -198,7 +201,7 @@ def test_rows_may_be_made_by_the_ranks_that_keep_them(folder):
     ends = []
     for late in (False, True):
         options = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0, "enable_checkpointing": False}
-        trainer = pl.Trainer(**QUIET, **options, devices=1, strategy=TurboGRStrategy())
+        trainer = pl.Trainer(**QUIET, **options, devices=1, strategy=sync())
         with trainer.init_module() if late else nullcontext():
             model, data = build(folder, 1)
         assert model.embeddings.weight.is_meta == late
@@ -220,7 +223,7 @@ def test_rows_follow_the_schedule_and_are_clipped_if_asked():
             self.embeddings.apply_gradients(0.5**self.global_step, 0.01)
 
     ends = []
-    for kind, strategy in ((ByHand, "auto"), (Clipped, TurboGRStrategy(sparse_lr="follow", sparse_clip_norm=0.01))):
+    for kind, strategy in ((ByHand, "auto"), (Clipped, sync(sparse_lr="follow", sparse_clip_norm=0.01))):
         pl.seed_everything(3)
         ends.append(toy(strategy, SizedBatches(5, 1), kind(), max_epochs=1))
     for key, tensor in ends[0].items():

@@ -1,4 +1,4 @@
-"""Gradients of several batches, merged into those of one before they are exchanged."""
+"""Rows of several batches, merged into those of one before their gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from turbogr.ops.backend import Backend
-from turbogr.ops.embedding_lookup import sum_by_row
 from turbogr.ops.unique import unique_ids
 from turbogr.sparse.exchange import RowUnion
 
@@ -19,32 +18,30 @@ class Touched:
     Attributes:
         rows: int64 [n], distinct, ascending.
         union: with what the same member of the other groups touched; None if there is one group.
-        gradient: float [n, D], the sum over the group; there once the batch's backward pass has been.
     """
-
-    gradient: Tensor
 
     def __init__(self, rows: Tensor, union: RowUnion | None) -> None:
         self.rows, self.union = rows, union
 
 
-def merge(batches: Sequence[Touched], backend: Backend = "auto") -> Touched:
-    """One Touched for several: every row once, with the sum of its gradients in the order of the batches.
+def merge(batches: Sequence[Touched], backend: Backend = "auto") -> tuple[Touched, Tensor | None]:
+    """One Touched for several: every row once.
 
     Each batch's union tells what all groups touched in it, so nothing has to be sent to know the union of the whole.
 
     Args:
         batches: at least one.
         backend: see `turbogr.ops.backend.Backend`.
+
+    Returns:
+        The whole; and where the rows of all batches, one batch after the other, stand in it: int64, None for a single batch.
     """
     if len(batches) == 1:
-        return batches[0]
+        return batches[0], None
     bound = 1 + max((int(batch.rows[-1]) for batch in batches if len(batch.rows)), default=-1)
     rows, inverse = unique_ids(torch.cat([batch.rows for batch in batches]), bound, backend=backend)
     unions = [batch.union for batch in batches if batch.union is not None]
-    merged = Touched(rows, _merged_union(unions, backend) if unions else None)
-    merged.gradient = sum_by_row(torch.cat([batch.gradient for batch in batches]), inverse, len(rows), backend=backend)
-    return merged
+    return Touched(rows, _merged_union(unions, backend) if unions else None), inverse
 
 
 def _merged_union(unions: Sequence[RowUnion], backend: Backend) -> RowUnion:

@@ -2,13 +2,20 @@
 
 One training batch on its way (TurboGR, §4.2.1), and what it sends:
 
-    prepare        distinct rows of all features, their owners                              nothing
-    start_ids      each owner is told the rows that are asked of it                         ids, inside the group
-    finish_ids     in a thread: the owner's distinct rows, and those of the other groups    sizes and row ids, between groups
-    forward        rows to those who asked: the batch's leaf [U, D]                         rows, inside the group
-    backward       the leaf's gradient to the owners, who sum it                            gradients, inside the group
-    start_exchange all batches since the last update merged; sums over the groups           values, between groups
-    update         one step of the row optimizer on the rows that any rank touched          nothing
+    prepare          distinct rows of all features, their owners                              nothing
+    start_ids        each owner is told the rows that are asked of it                         ids, inside the group
+    finish_ids       the owner's distinct rows, and those of the other groups, are sought     sizes and row ids, between groups
+    join_unique      they are found
+    start_rows       rows to those who asked                                                  rows, inside the group
+    finish_rows      they are here: the batch's leaf [U, D]                                   nothing
+    backward         the leaf's gradient to the owners, who sum it                            gradients, inside the group
+    start_exchange   all batches since the last update merged; sums over the groups           values, between groups
+    update           one step of the row optimizer on the rows that any rank touched          nothing
+
+All that is sent runs in two lanes, beside the caller: ids and what is found out about them in a thread of the host, rows,
+gradients and values in another lane (on a CPU a thread, else a stream). Each lane works in the order of these calls, so ranks
+that make the same calls send the same things in the same order; nothing but `join_unique`, `finish_ids`, `finish_rows` and
+`update` waits. Rows that `start_rows` reads hold every update that returned before it was called, and no other.
 
 Rows are made distinct before anything is sent, so a row travels once for a rank, however often the rank's batch names it. A
 group of one rank sends nothing inside, one group nothing between. Every sum is made in the order of ranks, then of groups,
@@ -22,7 +29,8 @@ timeout. So let the error end the process. The engine makes no collective while 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,39 +38,45 @@ from torch import distributed as dist
 
 from turbogr.errors import ConfigurationError
 from turbogr.ops.embedding_lookup import jagged_embedding_lookup, sum_by_row
-from turbogr.ops.unique import unique_ids
 from turbogr.sparse.accumulation import Touched, merge
 from turbogr.sparse.catalogue import Catalogue, LocalCatalogue
-from turbogr.sparse.exchange import ExchangeForm, ValueExchange, union_of_rows
+from turbogr.sparse.exchange import ExchangeForm, ValueExchange
+from turbogr.sparse.lane import Lane, NoLane, ThreadLane, Ticket, lane_for
 from turbogr.sparse.sharded_catalogue import ShardedCatalogue
-from turbogr.sparse.sharding import Route, Sharding
+from turbogr.sparse.sharding import Sharding
 from turbogr.sparse.shards import ShardedState, is_sharded, keep_part, local_tensors
 from turbogr.sparse.table import ITEMS, EmbeddingTable, Features, ItemFeature, Lookup, RowRequest, SparseFeature, clipped
 from turbogr.sparse.topology import HSPTopology
+from turbogr.sparse.transport import SparseBatch, Transport
+from turbogr.tracing import Trace
 
 
-class SparseBatch:
-    """A batch in flight.
-
-    Not a dataclass on purpose: Lightning moves and clones what is one.
+class RowValues(NamedTuple):
+    """Some rows of this rank's weight as they were at some time.
 
     Attributes:
-        features: what it looks up.
-        request: the distinct rows behind them.
-        send_counts: [I], rows that this rank asks of each member.
-        receive_counts: [I], rows that each member asks of this rank; from `start_ids` on.
-        lookup: what `take` hands out; from `forward` to `backward`.
+        rows: int64 [n], of the weight, ascending.
+        values: float [n, D].
     """
 
-    def __init__(self, features: Features, request: RowRequest, route: Route) -> None:
-        self.features, self.request, self.route = features, request, route
-        self.send_counts = route.counts
-        self.receive_counts: list[int] = []
-        self.lookup: Lookup | None = None
-        self.asked = route.local
-        """int64 [R], rows of this rank's weight that the members ask for, member by member; once they have arrived."""
-        self.arrival: dist.Work | None = None
-        self.touched: Future[tuple[Touched, Tensor | None]] | None = None
+    rows: Tensor
+    values: Tensor
+
+
+class _Sent(NamedTuple):
+    """A batch's gradient on its way to the owners."""
+
+    number: int
+    touched: Touched
+    gradient: Ticket[Tensor]
+
+
+class _Update(NamedTuple):
+    """An update under way: the rows that any rank touched, and the sums that their optimizer will get."""
+
+    number: int
+    rows: Tensor
+    sums: Ticket[Tensor]
 
 
 class SparseEngine:
@@ -72,13 +86,15 @@ class SparseEngine:
     group 0's values become those of all groups. From then on the table's `weight` and row state are this member's part.
 
     All methods but `prepare`, `current`, `take`, `local_state`, `load_full_state`, `discard` and `close` communicate: ranks
-    call them in the same order, each with its own part of the same batch.
+    call them in the same order, each with its own part of the same batch; `fetch` and what reads whole tables only after
+    `settle`.
 
     Args:
         table: with all rows; allocated alike on all ranks.
         topology: who is who.
         sharding: of the table's rows over the members of a group.
         exchange: form of the exchange between groups; see ValueExchange.
+        trace: takes down what is done when.
 
     Raises:
         ConfigurationError: if the sharding is for another number of members, or the exchange is unknown.
@@ -86,7 +102,12 @@ class SparseEngine:
     """
 
     def __init__(
-        self, table: EmbeddingTable, topology: HSPTopology, sharding: Sharding, exchange: ExchangeForm = "auto"
+        self,
+        table: EmbeddingTable,
+        topology: HSPTopology,
+        sharding: Sharding,
+        exchange: ExchangeForm = "auto",
+        trace: Trace | None = None,
     ) -> None:
         if sharding.members != topology.group_size:
             raise ConfigurationError(f"tables sharded over {sharding.members} ranks, in groups of {topology.group_size}")
@@ -103,34 +124,36 @@ class SparseEngine:
                 on_host = tensor.device.type == "cpu"
                 dist.broadcast(tensor, group=topology.meta_pg if on_host else topology.replica_pg, group_src=0)
         table.engine = self
-        self._thread = ThreadPoolExecutor(1, "turbogr-rows")
+        self._trace = Trace() if trace is None else trace
+        self._transport = Transport(topology, table.backend, self._trace)
+        alone = topology.world_size == 1
+        self._lane: Lane = NoLane() if alone else lane_for(table.weight.device, "turbogr-values")
+        self._host_lane: Lane = NoLane() if alone else ThreadLane("turbogr-ids")
         self._current: SparseBatch | None = None
-        self._pending: list[Touched] = []
-        self._started: Touched | None = None
-        self._abandoned = False  # an exchange is under way whose sums nobody wants
+        self._sent: list[_Sent] = []
+        self._update: _Update | None = None
 
     # One batch, in the order of its steps.
 
-    def prepare(self, features: Features) -> SparseBatch:
+    def prepare(self, features: Features, number: int = -1) -> SparseBatch:
         """Finds a batch's distinct rows and their owners.
 
         Args:
             features: name -> ids, as for the table.
+            number: of the batch, for the trace.
 
         Raises:
             DataError: if an id lies outside its table, with the feature, the id and the table's size.
         """
-        request = self.table.request(features)
-        return SparseBatch(features, request, self.sharding.route(request.ids))
+        with self._trace.span("distinct rows", number, "unique"):
+            request = self.table.request(features)
+            return SparseBatch(features, request, self.sharding.route(request.ids), number)
 
     def receive_counts(self, batch: SparseBatch) -> list[int]:
         """Asks the group what `start_ids` needs to know, and waits; for those who have no better occasion to send it along."""
         if self.topology.group_size == 1:
             return batch.send_counts
-        counts = torch.tensor(batch.send_counts, device=self.table.weight.device)
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.topology.shard_pg)
-        return received.tolist()
+        return self._host_lane.submit(partial(self._transport.send_counts, batch.send_counts)).wait()
 
     def start_ids(self, batch: SparseBatch, receive_counts: list[int]) -> None:
         """Begins to tell every owner the rows that are asked of it; returns at once.
@@ -141,17 +164,15 @@ class SparseEngine:
         """
         batch.receive_counts = receive_counts
         if self.topology.group_size > 1:
-            batch.asked = batch.route.local.new_empty(sum(receive_counts))
-            batch.arrival = dist.all_to_all_single(
-                batch.asked, batch.route.local, receive_counts, batch.send_counts, group=self.topology.shard_pg, async_op=True
-            )
+            batch.arrival = self._host_lane.submit(partial(self._transport.send_ids, batch))
 
     def finish_ids(self, batch: SparseBatch) -> None:
         """Waits for the ids, and leaves to the thread what has to be found out about them before the update."""
         if batch.arrival is not None:
-            batch.arrival.wait()
+            with self._trace.span("wait for ids", batch.number, "wait"):
+                batch.asked = batch.arrival.wait()
             batch.arrival = None
-        batch.touched = self._thread.submit(self._find_touched, batch.asked)
+        batch.touched = self._host_lane.submit(partial(self._transport.find_touched, batch, len(self.table.weight)))
 
     def join_unique(self, batch: SparseBatch) -> None:
         """Waits for the thread.
@@ -159,31 +180,48 @@ class SparseEngine:
         Raises:
             RuntimeError: what it raised, as when another group's rank is gone.
         """
-        self._touched(batch)
+        with self._trace.span("wait for owner's rows", batch.number, "wait"):
+            self._touched(batch)
 
-    def forward(self, batch: SparseBatch) -> None:
-        """Fetches the batch's rows as they are now; `batch.lookup` is there afterwards."""
-        rows = self._rows(batch).requires_grad_()
-        batch.lookup = Lookup(batch.request.ids, rows, batch.request.index, self.table.backend)
+    def start_rows(self, batch: SparseBatch, earlier: RowValues | None = None) -> None:
+        """Reads the rows that are asked of this rank, as they are now, and begins to send them; returns at once.
+
+        Args:
+            batch: its ids have arrived.
+            earlier: rows that are read as they were, instead.
+        """
+        with self._trace.span("look-up", batch.number, "compute"):
+            rows = jagged_embedding_lookup([self.table.weight.detach()], batch.asked, backend=self.table.backend)
+            if earlier is not None and len(earlier.rows):
+                place = torch.searchsorted(earlier.rows, batch.asked).clamp_(max=len(earlier.rows) - 1)
+                known = earlier.rows[place] == batch.asked
+                rows[known] = earlier.values[place[known]]
+        received = rows
+        if self.topology.group_size > 1:
+            received = rows.new_empty(len(batch.request.ids), rows.shape[1])
+        batch.rows = self._lane.submit(partial(self._transport.send_rows, batch, rows, received))
+
+    def finish_rows(self, batch: SparseBatch) -> None:
+        """Waits for the rows; `batch.lookup` is there afterwards."""
+        batch.lookup = Lookup(batch.request.ids, self._rows(batch).requires_grad_(), batch.request.index, self.table.backend)
 
     def backward(self, batch: SparseBatch) -> None:
-        """Sends the gradient of the batch's leaf to the owners; zeros where none has arrived.
+        """Begins to send the gradient of the batch's leaf to the owners, zeros where none has arrived; returns at once.
 
         Raises:
             RuntimeError: if the batch was not looked up.
         """
         if batch.lookup is None:
-            raise RuntimeError("SparseEngine: backward before forward")
+            raise RuntimeError("SparseEngine: backward before finish_rows")
         leaf, batch.lookup = batch.lookup.rows, None
         touched, inverse = self._touched(batch)
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        received = gradient
         if inverse is not None:
-            sent = batch.route.to_travel(gradient)
-            received = sent.new_empty(len(inverse), sent.shape[1])
-            dist.all_to_all_single(received, sent, batch.receive_counts, batch.send_counts, group=self.topology.shard_pg)
-            gradient = sum_by_row(received, inverse, len(touched.rows), backend=self.table.backend)
-        touched.gradient = gradient
-        self._pending.append(touched)
+            gradient = batch.route.to_travel(gradient)
+            received = gradient.new_empty(len(inverse), gradient.shape[1])
+        work = partial(self._transport.send_gradient, batch, gradient, received, inverse, len(touched.rows))
+        self._sent.append(_Sent(batch.number, touched, self._lane.submit(work)))
         if self._current is batch:
             self._current = None
 
@@ -198,22 +236,31 @@ class SparseEngine:
         Raises:
             RuntimeError: if the exchange before has not been followed by an update.
         """
-        if self._started is not None:
+        if self._update is not None:
             raise RuntimeError("SparseEngine: start_exchange twice without an update")
-        if not self._pending:
+        if not self._sent:
             return
-        if self._abandoned:
-            self._values.wait()
-            self._abandoned = False
-        touched = merge(self._pending, self.table.backend)
-        self._pending = []
-        if scale != 1.0:
-            touched.gradient.mul_(scale)
-        if touched.union is not None:
-            self._values.start(touched.gradient, touched.union)
-        self._started = touched
+        sent, self._sent = self._sent, []
+        number, backend = sent[-1].number, self.table.backend
+        touched, inverse = merge([one.touched for one in sent], backend)
+        exchanged = None if touched.union is None else self._values.prepare(touched.union, self.table.weight)
 
-    def update(self, lr_scale: float = 1.0, clip_norm: float | None = None) -> None:
+        def sums() -> Tensor:
+            parts = [one.gradient.wait() for one in sent]
+            gradient = parts[0]
+            if inverse is not None:
+                gradient = sum_by_row(torch.cat(parts), inverse, len(touched.rows), backend=backend)
+            if scale != 1.0:
+                gradient.mul_(scale)
+            if exchanged is not None:
+                with self._trace.span("values", number, "communication"):
+                    gradient = exchanged(gradient)
+            return gradient
+
+        rows = touched.rows if touched.union is None else touched.union.ids
+        self._update = _Update(number, rows, self._lane.submit(sums))
+
+    def update(self, lr_scale: float = 1.0, clip_norm: float | None = None, read_by: SparseBatch | None = None) -> RowValues:
         """Waits for the exchange and updates the rows that any rank touched; nothing if there was no batch.
 
         The optimizer takes a step on every rank, even where it owns none of the rows, so that its count of steps is the same
@@ -222,25 +269,41 @@ class SparseEngine:
         Args:
             lr_scale: factor of the learning rate.
             clip_norm: largest norm of the gradient of all rows of all tables together, summed over all ranks.
+            read_by: a batch that reads rows; its ids have been joined.
+
+        Returns:
+            What is updated and any group's `read_by` reads, as it was before; nothing without `read_by`.
         """
-        touched, self._started = self._started, None
-        if touched is None:
-            return
-        rows, gradient = touched.rows, touched.gradient
-        if touched.union is not None:
-            rows, gradient = touched.union.ids.to(gradient.device), self._values.wait()
+        weight, update = self.table.weight, self._update
+        earlier = RowValues(torch.empty(0, dtype=torch.int64), weight.new_empty(0, weight.shape[1]))
+        if update is None:
+            return earlier
+        self._update = None
+        with self._trace.span("wait for values", update.number, "wait"):
+            gradient = update.sums.wait()
         if clip_norm is not None:
             gradient = clipped(gradient, self._over_members(gradient.double().square().sum()), clip_norm)
-        with torch.no_grad():
-            self.table.optimizer.step(self.table.weight, rows, gradient, self.table.backend, lr_scale)
+        if read_by is not None:
+            touched, _ = self._touched(read_by)
+            read = touched.rows if touched.union is None else touched.union.ids
+            rows = update.rows[torch.isin(update.rows, read)]
+            earlier = RowValues(rows, weight.detach()[rows])
+        with torch.no_grad(), self._trace.span("update", update.number, "compute"):
+            rows = update.rows.to(weight.device)
+            self.table.optimizer.step(weight, rows, gradient, self.table.backend, lr_scale)
+        return earlier
+
+    def settle(self) -> None:
+        """Waits until nothing that was begun is under way any more."""
+        for lane in (self._host_lane, self._lane):
+            lane.submit(lambda: None).wait()
 
     def discard(self) -> None:
         """Forgets gradients and look-ups that must not be used (an interrupted or failed step); no communication.
 
-        An exchange under way is waited for by the next one, so that this can be called while an error is on its way out.
+        What is under way goes on, and whatever comes later is sent behind it.
         """
-        self._abandoned |= self._started is not None and self._started.union is not None
-        self._pending, self._started, self._current = [], None, None
+        self._sent, self._update, self._current = [], None, None
 
     # What the table asks.
 
@@ -273,7 +336,8 @@ class SparseEngine:
         batch = SparseBatch({}, request, self.sharding.route(request.ids))
         self.start_ids(batch, self.receive_counts(batch))
         if batch.arrival is not None:
-            batch.arrival.wait()
+            batch.asked = batch.arrival.wait()
+        self.start_rows(batch)
         return self._rows(batch)
 
     def catalogue(self, vectors: Tensor) -> Catalogue:
@@ -311,39 +375,31 @@ class SparseEngine:
         self._state.load(state)
 
     def close(self) -> None:
-        """Ends the thread; what it has not begun is dropped."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Ends the lanes; what they have not begun is dropped."""
+        self._host_lane.close()
+        self._lane.close()
 
-    def _find_touched(self, asked: Tensor) -> tuple[Touched, Tensor | None]:
-        """The rows that the group touches, with the union; where each asked one stands. In the thread that owns `meta_pg`."""
-        rows, inverse = asked, None
-        if self.topology.group_size > 1:
-            rows, inverse = unique_ids(asked, len(self.table.weight), backend=self.table.backend)
-        union = union_of_rows(rows.cpu(), self.topology.meta_pg) if self.topology.groups > 1 else None
-        return Touched(rows, union), inverse
+    # Within.
 
     def _touched(self, batch: SparseBatch) -> tuple[Touched, Tensor | None]:
         if batch.touched is None:
             raise RuntimeError("SparseEngine: finish_ids comes first")
-        return batch.touched.result()
+        return batch.touched.wait()
 
     def _rows(self, batch: SparseBatch) -> Tensor:
         """The rows that this rank asked for, in the order of the request; a new tensor."""
-        weight = self.table.weight.detach()
-        rows = jagged_embedding_lookup([weight], batch.asked, backend=self.table.backend)
-        if self.topology.group_size == 1:
-            return rows
-        received = rows.new_empty(len(batch.request.ids), rows.shape[1])
-        dist.all_to_all_single(received, rows, batch.send_counts, batch.receive_counts, group=self.topology.shard_pg)
+        if batch.rows is None:
+            raise RuntimeError("SparseEngine: start_rows comes first")
+        with self._trace.span("wait for rows", batch.number, "wait"):
+            received = batch.rows.wait()
+        batch.rows = None
         return batch.route.from_travel(received)
 
     def _over_members(self, value: Tensor) -> Tensor:
         """Sum of a number over the group, in the order of the members."""
         if self.topology.group_size == 1:
             return value
-        values = value.new_empty(self.topology.group_size)
-        dist.all_gather_single(values, value.view(1), group=self.topology.shard_pg)
-        return values.sum()
+        return self._lane.submit(partial(self._transport.sum_over_members, value)).wait()
 
 
 def _same(a: Tensor | SparseFeature | ItemFeature, b: Tensor | SparseFeature | ItemFeature) -> bool:

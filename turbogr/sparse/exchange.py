@@ -21,7 +21,6 @@ starting from zero, by single additions: all groups hold the same bits, and so d
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Literal, get_args
@@ -120,13 +119,7 @@ def choose_form(sizes: Sequence[int], union: int, form: ExchangeForm = "auto") -
 class ValueExchange:
     """Sums one update's gradients over the groups.
 
-    On a CPU everything between `start` and `wait` runs beside the caller, in a thread that waits for the first collective,
-    adds, and, in two_phase, issues the second collective as soon as the sums are there: both transfers and the sums overlap
-    with whatever the caller does meanwhile. Elsewhere only the first collective runs on its own; the rest is queued by `wait`,
-    as two threads that queue work of several communicators could do so in different orders on different ranks.
-
-    Memory: the sums [N, D] and what is received, besides the gradient (and its padded copy in `gather`). While an exchange
-    runs, the caller must not use `replica_pg` for anything else.
+    Memory: the sums [N, D] and what is received, besides the gradient (and its padded copy in `gather`).
 
     Args:
         replica_pg: same member of all M groups.
@@ -140,110 +133,70 @@ class ValueExchange:
         if form not in get_args(ExchangeForm):
             raise ConfigurationError(f"exchange must be one of {', '.join(get_args(ExchangeForm))}; got {form!r}")
         self.replica_pg, self.form = replica_pg, form
-        self._running: _Running | None = None
 
-    def start(self, gradient: Tensor, union: RowUnion) -> None:
-        """Begins to send; returns at once.
+    def prepare(self, union: RowUnion, like: Tensor) -> Callable[[Tensor], Tensor]:
+        """Makes room for an exchange; nothing is sent yet.
+
+        Room is made here and not where the exchange runs: what a thread of its own allocates comes from fresh pages each time.
 
         Args:
-            gradient: float [n, D], of this group's rows in the order of its ids; not to be changed before `wait` has returned.
             union: of this update.
+            like: float [?, D], of the gradient's width, type and device.
+
+        Returns:
+            A function that exchanges and waits. It takes the gradient, float [n, D], of this group's rows in the order of its
+            ids, and gives the sums over the groups, float [N, D] in the order of the union's ids, the same bits on all groups.
+            For M = 1, or where no group has a row, the gradient itself. It raises RuntimeError if a collective fails.
 
         Raises:
-            RuntimeError: if the exchange before has not been waited for.
-            ValueError: if the gradient has not as many rows as this group has ids in the union.
+            ValueError: if the union is of another number of groups.
         """
-        if self._running is not None:
-            raise RuntimeError("ValueExchange: start was called twice without wait")
-        group, groups = self.replica_pg.rank(), self.replica_pg.size()
-        if len(union.sizes) != groups or len(gradient) != union.sizes[group]:
-            raise ValueError(
-                f"ValueExchange: a union of {groups} groups with {len(gradient)} rows of group {group} was expected; "
-                f"the union's sizes are {union.sizes}"
-            )
-        gradient = gradient.detach().contiguous()
+        groups = self.replica_pg.size()
+        if len(union.sizes) != groups:
+            raise ValueError(f"ValueExchange: a union of {groups} groups was expected, the union's sizes are {union.sizes}")
         if groups == 1 or len(union.ids) == 0:
-            self._running = _Running(lambda: gradient, beside=False)
-            return
-        begin = _begin_gather if choose_form(union.sizes, len(union.ids), self.form) == "gather" else _begin_two_phase
-        self._running = _Running(begin(gradient, union, self.replica_pg), beside=gradient.device.type == "cpu")
-
-    def wait(self) -> Tensor:
-        """The sums over the groups, float [N, D] in the order of the union's ids; the same bits on all groups.
-
-        For M = 1, or where no group has a row, the gradient itself.
-
-        Raises:
-            RuntimeError: if nothing was started, or a collective failed or timed out.
-        """
-        if self._running is None:
-            raise RuntimeError("ValueExchange: wait was called without start")
-        running, self._running = self._running, None
-        return running.result()
+            return lambda gradient: gradient
+        prepare = _gather if choose_form(union.sizes, len(union.ids), self.form) == "gather" else _two_phase
+        return prepare(union, like, self.replica_pg)
 
 
-class _Running:
-    """An exchange under way: `finish` runs in a thread of its own (`beside`), or when the result is asked for."""
+def _gather(union: RowUnion, like: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    longest, width = max(union.sizes), like.shape[1]
+    gathered, sums = (like.new_empty(n, width) for n in (len(union.sizes) * longest, len(union.ids)))
 
-    def __init__(self, finish: Callable[[], Tensor], beside: bool) -> None:
-        self._finish = finish
-        self._sums: Tensor | None = None
-        self._error: BaseException | None = None
-        # A daemon: where a peer has failed, the process must be able to end before the collective's timeout.
-        self._thread = threading.Thread(target=self._run, name="turbogr-exchange", daemon=True) if beside else None
-        if self._thread is not None:
-            self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._sums = self._finish()
-        except BaseException as error:  # raised again where the result is asked for
-            self._error = error
-
-    def result(self) -> Tensor:
-        if self._thread is None:
-            return self._finish()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._sums is not None
-        return self._sums
-
-
-# Both make every tensor before the thread begins: what a thread of its own allocates comes from fresh pages each time.
-
-
-def _begin_gather(gradient: Tensor, union: RowUnion, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    longest = max(union.sizes)
-    gathered = gradient.new_empty(len(union.sizes) * longest, gradient.shape[1])
-    sums = gradient.new_empty(len(union.ids), gradient.shape[1])
-    work = dist.all_gather_single(gathered, _padded(gradient, longest), group=group, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
+    def exchange(gradient: Tensor) -> Tensor:
+        _check(gradient, union, group)
+        dist.all_gather_single(gathered, _padded(gradient.contiguous(), longest), group=group)
         parts = [part[:size] for part, size in zip(gathered.split(longest), union.sizes, strict=True)]
         return _sum(parts, union.positions, sums)
 
-    return finish
+    return exchange
 
 
-def _begin_two_phase(gradient: Tensor, union: RowUnion, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+def _two_phase(union: RowUnion, like: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     me, groups = group.rank(), group.size()
     sent = [stop - start for start, stop in pairwise(union.cuts[me])]
     mine = [(cuts[me], cuts[me + 1]) for cuts in union.cuts]
     counts = [stop - start for start, stop in mine]
-    received, owned, sums = (gradient.new_empty(n, gradient.shape[1]) for n in (sum(counts), union.block, groups * union.block))
-    work = dist.all_to_all_single(received, gradient, counts, sent, group=group, async_op=True)
+    sizes = (sum(counts), union.block, groups * union.block)
+    received, owned, sums = (like.new_empty(n, like.shape[1]) for n in sizes)
 
-    def finish() -> Tensor:
-        work.wait()
+    def exchange(gradient: Tensor) -> Tensor:
+        _check(gradient, union, group)
+        dist.all_to_all_single(received, gradient.contiguous(), counts, sent, group=group)
         places = [
             positions[start:stop] - me * union.block for positions, (start, stop) in zip(union.positions, mine, strict=True)
         ]
         dist.all_gather_single(sums, _sum(received.split(counts), places, owned), group=group)
         return sums[: len(union.ids)]
 
-    return finish
+    return exchange
+
+
+def _check(gradient: Tensor, union: RowUnion, group: dist.ProcessGroup) -> None:
+    rows = union.sizes[group.rank()]
+    if len(gradient) != rows:
+        raise ValueError(f"ValueExchange: this group has {rows} rows in the union, the gradient has {len(gradient)}")
 
 
 def _sum(parts: Sequence[Tensor], positions: Sequence[Tensor], out: Tensor) -> Tensor:

@@ -198,6 +198,12 @@ class Sharding:
             raise ValueError(f"Sharding: row {int(ids[foreign][0])} is not kept by member {member}")
         return ids + self._shifts.to(ids.device)[self._piece(ids)]
 
+    def rows_at(self, places: Tensor, member: int) -> Tensor:
+        """int64 in the shape of `places`, the global row at each place of the member's weight: the way back of `local`."""
+        pieces = self.pieces(member)
+        starts, shifts = (torch.tensor(x) for x in ([p.first for p in pieces], [p.rows.start - p.first for p in pieces]))
+        return places + shifts[torch.searchsorted(starts, places, right=True) - 1] if pieces else places
+
     def route(self, ids: Tensor) -> Route:
         """How rows travel.
 

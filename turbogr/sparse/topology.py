@@ -16,8 +16,9 @@ TIMEOUT = timedelta(minutes=30)
 
 
 class ProcessGroups(NamedTuple):
-    """The four communicators of HSPTopology, of which the attributes tell."""
+    """The communicators of HSPTopology, of which the attributes tell."""
 
+    ids: dist.ProcessGroup
     shard: dist.ProcessGroup
     replica: dist.ProcessGroup
     meta: dist.ProcessGroup
@@ -43,9 +44,10 @@ class HSPTopology:
         group: its group.
         member: its place in the group.
         mesh: as given, for what speaks DTensor.
-        shard_pg: the ranks of this group; ids, rows and gradients.
+        ids_pg: the ranks of this group on gloo; ids, which are found and sorted on the host, wherever rows lie.
+        shard_pg: the same ranks; rows and gradients.
         replica_pg: the same member of all groups; values of the sparse exchange.
-        meta_pg: the same ranks on gloo; row ids and sizes, owned by the one thread that exchanges them.
+        meta_pg: the same ranks on gloo; row ids and sizes. `ids_pg` and `meta_pg` belong to the one thread that uses them.
         host_pg: all ranks on gloo; the strategy's agreement at each step.
     """
 
@@ -54,7 +56,7 @@ class HSPTopology:
         self.group_size = self.world_size // groups
         self.group, self.member = divmod(self.rank, self.group_size)
         self.mesh = mesh
-        self.shard_pg, self.replica_pg, self.meta_pg, self.host_pg = process_groups
+        self.ids_pg, self.shard_pg, self.replica_pg, self.meta_pg, self.host_pg = process_groups
 
     @classmethod
     def build(cls, groups: int, device_type: str = "cpu", timeout: timedelta = TIMEOUT) -> HSPTopology:
@@ -74,6 +76,7 @@ class HSPTopology:
         members = world // groups
         ranks = torch.arange(world).view(groups, members)
         # Every rank takes part in making every communicator, its own or not, in one order.
+        ids = [dist.new_group(row.tolist(), timeout=timeout, backend="gloo") for row in ranks]
         shard = [dist.new_group(row.tolist(), timeout=timeout) for row in ranks]
         replica = [dist.new_group(column.tolist(), timeout=timeout) for column in ranks.T]
         meta = [dist.new_group(column.tolist(), timeout=timeout, backend="gloo") for column in ranks.T]
@@ -82,7 +85,7 @@ class HSPTopology:
         mesh = DeviceMesh.from_group(
             [replica[member], shard[group]], device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
         )
-        return cls(groups, mesh, ProcessGroups(shard[group], replica[member], meta[member], host))
+        return cls(groups, mesh, ProcessGroups(ids[group], shard[group], replica[member], meta[member], host))
 
 
 def check_groups(groups: int, world_size: int) -> None:

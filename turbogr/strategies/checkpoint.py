@@ -8,6 +8,9 @@ Both hold the whole truth in one global row order, and load on any number of ran
     load_checkpoint               the checkpoint plug-in: turbogr.checkpoints.CheckpointFiles
     load_model_state_dict         load_state, which takes either form
 
+In mode semi_async the last update is in the tables, but the next batch reads them as they were before it: a checkpoint holds
+those few rows beside the tables (`note_delayed`, `own_delayed`), and whoever has no use for them may ignore them.
+
 Optimizers of dense parameters, schedulers, loops and callbacks are the same on all ranks and travel as under plain DDP.
 """
 
@@ -39,8 +42,12 @@ from turbogr.checkpoints import (
     write_through,
 )
 from turbogr.errors import ConfigurationError
-from turbogr.sparse.engine import SparseEngine
+from turbogr.sparse.engine import RowValues, SparseEngine
 from turbogr.sparse.row_files import read_rows, saved_rows, write_rows
+
+DELAYED_KEY = "turbogr_delayed_rows"
+"""Key of a checkpoint under which rows stand that the next batch reads as they were before the last update:
+{"rows": int64 [n], global; "values": float [n, D]}."""
 
 
 def dense_state(module: LightningModule, engine: SparseEngine) -> dict[str, Any]:
@@ -183,6 +190,39 @@ def save_directory(checkpoint: dict[str, Any], path: Path, module: LightningModu
     except ConfigurationError:
         place.clear()
         raise
+
+
+def note_delayed(checkpoint: dict[str, Any], delayed: RowValues | None, engine: SparseEngine) -> None:
+    """Adds the delayed rows of all members to rank 0's checkpoint; to be called by all ranks.
+
+    Args:
+        checkpoint: as Lightning dumped it.
+        delayed: this rank's, as `Pipeline.delayed`; None on all ranks or on none.
+        engine: the rows' store.
+    """
+    if delayed is None:
+        return
+    topology = engine.topology
+    rows, values = engine.sharding.rows_at(delayed.rows.cpu(), topology.member), delayed.values.cpu()
+    parts: list[Any] = [(rows, values)]
+    if topology.world_size > 1:
+        parts = [None] * topology.world_size
+        mine = (rows, values) if topology.group == 0 else None  # the groups' copies are equal
+        distributed.gather_object(mine, parts if topology.rank == 0 else None, group=topology.host_pg, group_dst=0)
+    if topology.rank == 0:
+        rows, values = (torch.cat(tensors) for tensors in zip(*[part for part in parts if part is not None], strict=True))
+        checkpoint[DELAYED_KEY] = {"rows": rows, "values": values}
+
+
+def own_delayed(checkpoint: Mapping[str, Any], engine: SparseEngine) -> RowValues | None:
+    """This rank's part of a checkpoint's delayed rows; None if it has none at all."""
+    if DELAYED_KEY not in checkpoint:
+        return None
+    rows, values = checkpoint[DELAYED_KEY]["rows"], checkpoint[DELAYED_KEY]["values"]
+    member, device = engine.topology.member, engine.table.weight.device
+    here = engine.sharding.owner(rows) == member
+    local, order = engine.sharding.local(rows[here], member).sort()
+    return RowValues(local.to(device), values[here][order].to(device))
 
 
 class _Place(NamedTuple):

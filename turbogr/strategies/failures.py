@@ -83,6 +83,23 @@ class FailureBoard:
         self.failure = first
         return first
 
+    def blame(self, exception: BaseException, where: str) -> None:
+        """Makes an exception say which rank failed first, and tells the others if it was this one.
+
+        Args:
+            exception: raised on this rank; its text becomes the first failure's, with its own behind.
+            where: stage and step.
+        """
+        cause = f"{type(exception).__name__}: {str(exception).strip()}"
+        lost = lost_connection(exception)
+        did = "lost the connection to a rank that said nothing (was it killed?)" if lost else "failed"
+        own = f"rank {self.rank} {did} in {where}: {cause}"
+        first = self.failed_elsewhere or self.report(own)
+        if first == own and lost:
+            exception.args = (own,)
+        elif not first.endswith(cause):
+            exception.args = (f"{first}\n(rank {self.rank} ends with it: {cause})",)
+
     def close(self) -> None:
         """Ends the thread."""
         self._over.set()

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import distributed as dist
 
-from turbogr.sparse.engine import SparseBatch, SparseEngine
+from turbogr.sparse.engine import RowValues, SparseEngine
 from turbogr.sparse.table import Features
+from turbogr.sparse.transport import SparseBatch
 from turbogr.strategies.aggregation import loss_weight
 from turbogr.strategies.agreement import Agreed, Agreement, StopRequest
+from turbogr.tracing import Trace
+
+Mode = Literal["sync", "semi_async"]
 
 
 class Stage(IntEnum):
@@ -23,7 +27,50 @@ class Stage(IntEnum):
     SENT = 2  # ids are on their way to the owners of the rows
     ARRIVED = 3  # the owner's distinct rows, and those of the other groups, are being found in a thread
     READY = 4  # they are found: all is there but the rows themselves
-    FETCHED = 5  # the rows are here, as the batch's leaf
+    ASKED = 5  # the rows have been read by their owners and are on their way
+    FETCHED = 6  # the rows are here, as the batch's leaf
+
+
+class Schedule(NamedTuple):
+    """How many batches ahead of the trained one each stage is reached, within a step.
+
+    Of n batches in flight one is behind the trained one (its rows are being updated) and n - 2 are ahead. Each of the three
+    stages that take time (loading and agreement, ids, distinct rows) has a step of its own as far as n allows, and rows have
+    what is left of the step before: 4, 3, 2 and 1 steps ahead in the paper's six (TurboGR, Algorithm 1). With fewer, stages
+    share a step; with more, loading and ids have more time.
+
+    Attributes:
+        loaded: at the step's end.
+        sent: after the forward pass; its ids have arrived at the step's end.
+        ready: after the forward pass.
+        asked: after the forward pass, behind the update of the batch before; 0 where rows are read as the step begins.
+    """
+
+    loaded: int
+    sent: int
+    ready: int
+    asked: int
+
+    @classmethod
+    def of(cls, mode: Mode, batches_in_flight: int) -> Schedule:
+        """The schedule of a mode with n batches in flight, 2 or more."""
+        ahead = batches_in_flight - 2
+        ready = max(ahead - 2, 0)
+        return cls(ahead, max(ahead - 1, 0), ready, 1 if mode == "semi_async" and ready > 0 else 0)
+
+
+class _Due(NamedTuple):
+    """An update of rows that is still to come.
+
+    Attributes:
+        last: index of the last batch whose gradient is in it.
+        lr_scale: as in SparseEngine.update.
+        clip_norm: the same.
+    """
+
+    last: int
+    lr_scale: float
+    clip_norm: float | None
 
 
 class InFlight:
@@ -71,35 +118,63 @@ class Pipeline:
     Everything that the ranks do together hangs on what they have agreed on, never on what one of them has: a rank whose loader
     ends goes on to tell so until all know, and then the batch and all after it are dropped everywhere.
 
-    Step k of mode "sync", with the numbers of Algorithm 1 of TurboGR:
+    Step k of mode "semi_async" with six batches in flight is Algorithm 1 of TurboGR, whose i is k - 1:
 
-        prepare     fetch the rows of k (5), which hold all updates so far
-        (2)         dense forward of k
-        run_ahead   send the ids of k + 3 (3); what the thread finds for k + 2 (4)
-        (6)         dense backward of k
-        send_back   gradients of k's rows to their owners (1); ids of k + 3 have arrived, to the thread with them (7)
-        exchange    begin to exchange between groups; meanwhile load k + 4 (8)
-        update      rows, after the dense step
+        prepare     (1) gradients of the rows of k - 1 to their owners, and on into the exchange between groups
+        forward     (2) dense forward of k
+        run_ahead   (3) ids of k + 3 are sent; (4) what the thread finds for k + 2;
+                    the exchange of k - 1 ends, rows are updated; (5) rows of k + 1 are read and sent
+        backward    (6) dense backward of k, step of the dense optimizer
+        send_back   (7) ids of k + 3 have arrived, to the thread with them
+        exchange    (8) k + 4 is loaded
+
+    So the rows of k hold the updates of all batches up to k - 2 (tau = 1), while dense parameters are never late. Nothing is
+    late across the end of an epoch.
+
+    In mode "sync" (1) and (5) move behind (6): `send_back` sends k's own gradients to the owners, `exchange` begins the
+    exchange, `update` ends it behind the dense step, and the next `prepare` fetches rows that hold all updates.
 
     Args:
         engine: keeps the rows.
         module: says what a batch looks up.
         to_device: moves a host batch; applied as it is loaded.
         stop: tells of signals.
+        mode: see above.
+        batches_in_flight: n, 2 or more. What is trained does not depend on it.
+        trace: takes down what is done when.
+
+    Attributes:
+        delayed: rows of this rank that the last update changed, as the next batch reads them: as they were before. None where
+            the next batch reads the tables as they are.
     """
 
-    def __init__(self, engine: SparseEngine, module: SparseModule, to_device: Callable[[Any], Any], stop: StopRequest) -> None:
-        self.engine, self.module, self.to_device, self.stop = engine, module, to_device, stop
+    def __init__(
+        self,
+        engine: SparseEngine,
+        module: SparseModule,
+        to_device: Callable[[Any], Any],
+        stop: StopRequest,
+        mode: Mode = "sync",
+        batches_in_flight: int = 6,
+        trace: Trace | None = None,
+    ) -> None:
+        self.engine, self.module, self.to_device, self.stop, self.mode = engine, module, to_device, stop, mode
+        self.schedule = Schedule.of(mode, batches_in_flight)
+        self._trace = Trace() if trace is None else trace
         topology = engine.topology
         self._host_pg: dist.ProcessGroup | None = topology.host_pg if topology.world_size > 1 else None
         self._queue: deque[InFlight] = deque()
         self._source: Source | None = None
         self._span: Callable[[], tuple[int, float]] = lambda: (0, 0)
         self._primed = self._ended = False
-        self._next = self._handed = 0
+        self._first = self._next = self._handed = 0
         self._end = 0.0
         self._current: InFlight | None = None
-        self._sent_back = False
+        self._trailing: InFlight | None = None  # trained, its gradients are still here
+        self._sent_back = False  # there are gradients since the last update
+        self._due: _Due | None = None
+        self._exchanging = False
+        self.delayed: RowValues | None = None
 
     @property
     def current(self) -> InFlight:
@@ -117,6 +192,7 @@ class Pipeline:
             source: of its batches.
             span: index of its first batch in the epoch, and of the one after its last; asked as the first one is handed out.
         """
+        self.flush()
         self.drop()
         self._source, self._span = source, span
         self._primed = self._ended = False
@@ -149,41 +225,69 @@ class Pipeline:
         return batch.batch
 
     def prepare(self) -> None:
-        """Before the forward pass: the current batch's rows are here."""
+        """Before the forward pass: the current batch's rows are here, gradients of the one before are on their way."""
         current = self.current
-        self._load(upto=current.index + 3)
+        self._load(upto=current.index + max(self.schedule.loaded - 1, 0))
+        self._ensure(current, Stage.ASKED)  # before rows are updated
+        self.delayed = None
+        self._return_gradients()
         self._ensure(current, Stage.FETCHED)
         self.engine.current(current.sparse)
 
     def run_ahead(self) -> None:
         """After the forward pass."""
-        self._ensure(self._at(self.current.index + 3), Stage.SENT)
-        self._ensure(self._at(self.current.index + 2), Stage.READY)
+        index, schedule = self.current.index, self.schedule
+        self._ensure(self._at(index + schedule.sent), Stage.SENT)
+        self._ensure(self._at(index + schedule.ready), Stage.READY)
+        self._update()
+        self._ensure(self._at(index + schedule.asked), Stage.ASKED)
 
     def send_back(self) -> None:
         """After the backward pass."""
-        current = self.current
-        assert current.sparse is not None
-        self.engine.backward(current.sparse)
-        self._sent_back = True
-        self._ensure(self._at(current.index + 3), Stage.ARRIVED)
+        self._trailing, self._sent_back = self.current, True
+        if self.mode == "sync":
+            self._return_gradients()
+        self._ensure(self._at(self.current.index + self.schedule.sent), Stage.ARRIVED)
 
     def exchange(self) -> None:
         """After the last backward pass before an update."""
-        if self._sent_back:
-            self.engine.start_exchange(1.0 / self.engine.topology.world_size)
-        self._load(upto=self.current.index + 4)
+        if self.mode == "sync" and self._sent_back:
+            self._start_exchange()
+        self._load(upto=self.current.index + self.schedule.loaded)
 
     def update(self, lr_scale: float, clip_norm: float | None) -> None:
         """After the dense step; arguments as in SparseEngine.update. Nothing if no gradient was sent back."""
         if self._sent_back:
-            self.engine.update(lr_scale, clip_norm)
+            self._due = _Due(self.current.index, lr_scale, clip_norm)
         self._sent_back = False
+        if self.mode == "sync":
+            self._update()
+
+    # Between steps.
+
+    def flush(self, look_ahead: bool = True) -> None:
+        """Brings the tables up to date. What is trained is the same without: the next batch's rows are read before.
+
+        Args:
+            look_ahead: false where no other rank and no loader may be relied on.
+        """
+        self._return_gradients()
+        if self._due is not None:
+            index = self._due.last + 1
+            if look_ahead:
+                self._load(upto=index)
+                self._ensure(self._at(index), Stage.ASKED)
+            following = self._at(index) if look_ahead else None
+            earlier = self._update(None if following is None else following.sparse)
+            self.delayed = None if following is None else earlier
+        self.engine.settle()
 
     def drop(self) -> None:
         """Forgets batches that will not be trained, once what they have begun together with other ranks has ended."""
         for batch in self._queue:
-            self._finish(batch)
+            if batch.stage == Stage.LOADED:
+                batch.agreement.wait()
+        self.engine.settle()
         self._queue.clear()
         self._current = None
         self.engine.current(None)
@@ -192,23 +296,28 @@ class Pipeline:
 
     def _prime(self) -> None:
         self._primed = True
-        self._next, self._end = self._span()
-        self._handed = self._next
-        self._load(upto=self._next + 3)
-        for ahead, stage in enumerate((Stage.READY, Stage.READY, Stage.ARRIVED)):
-            self._ensure(self._at(self._handed + ahead), stage)
+        self._first, self._end = self._span()
+        self._next = self._handed = self._first
+        if self._first == 0:
+            self.delayed = None
+        ahead = self.schedule.loaded
+        self._load(upto=self._first + max(ahead - 1, 0))
+        for index in range(ahead - 1):
+            self._ensure(self._at(self._first + index), Stage.READY if index < ahead - 2 else Stage.ARRIVED)
 
     def _load(self, upto: int | None = None) -> None:
         """Loads batches up to an index, or one."""
         upto = self._next if upto is None else upto
         while self._next <= upto and self._next < self._end and not self._ended:
             assert self._source is not None
-            host = self._source.pull()
             batch, sparse, samples = None, None, None
             send_counts = [0] * self.engine.topology.group_size
+            with self._trace.span("load", self._next, "data"):
+                host = self._source.pull()
+                if host is not None:
+                    batch = self.to_device(host)
             if host is not None:
-                batch = self.to_device(host)
-                sparse = self.engine.prepare(self.module.sparse_features(batch))
+                sparse = self.engine.prepare(self.module.sparse_features(batch), self._next)
                 samples, send_counts = self.module.sample_count(batch), sparse.send_counts
             agreement = Agreement(samples, send_counts, self.stop.asked, self._host_pg)
             self._queue.append(InFlight(self._next, batch, sparse, agreement))
@@ -231,13 +340,17 @@ class Pipeline:
                     self.engine.finish_ids(batch.sparse)
                 elif batch.stage == Stage.ARRIVED:
                     self.engine.join_unique(batch.sparse)
+                elif batch.stage == Stage.READY:
+                    self.engine.start_rows(batch.sparse, self.delayed if batch.index == self._first else None)
                 else:
-                    self.engine.forward(batch.sparse)
+                    self.engine.finish_rows(batch.sparse)
             batch.stage = Stage(batch.stage + 1)
 
     def _agree(self, batch: InFlight) -> bool:
         topology = self.engine.topology
-        agreed = Agreed(batch.agreement.wait(), topology.rank, topology.group_size)
+        with self._trace.span("wait for agreement", batch.index, "wait"):
+            told = batch.agreement.wait()
+        agreed = Agreed(told, topology.rank, topology.group_size)
         self.stop.agree(agreed.signum)
         if agreed.goes_on:
             batch.weight = loss_weight(agreed.samples, topology.rank)
@@ -248,13 +361,23 @@ class Pipeline:
             self._queue.pop().agreement.wait()
         return False
 
-    def _finish(self, batch: InFlight) -> None:
-        if batch.stage == Stage.LOADED:
-            batch.agreement.wait()
-        elif batch.stage == Stage.SENT:
-            assert batch.sparse is not None
-            self.engine.finish_ids(batch.sparse)
-            self.engine.join_unique(batch.sparse)
-        elif batch.stage == Stage.ARRIVED:
-            assert batch.sparse is not None
-            self.engine.join_unique(batch.sparse)
+    def _return_gradients(self) -> None:
+        """Instruction 1."""
+        if self._trailing is not None:
+            assert self._trailing.sparse is not None
+            self.engine.backward(self._trailing.sparse)
+            self._trailing = None
+        if self._due is not None:
+            self._start_exchange()
+
+    def _start_exchange(self) -> None:
+        if not self._exchanging:
+            self.engine.start_exchange(1.0 / self.engine.topology.world_size)
+            self._exchanging = True
+
+    def _update(self, read_by: SparseBatch | None = None) -> RowValues | None:
+        """Ends the exchange and updates rows, if that is due."""
+        if self._due is None:
+            return None
+        due, self._due, self._exchanging = self._due, None, False
+        return self.engine.update(due.lr_scale, due.clip_norm, read_by)

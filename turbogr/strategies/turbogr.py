@@ -11,7 +11,8 @@ from __future__ import annotations
 import atexit
 import itertools
 import signal
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -39,12 +40,20 @@ from turbogr.sparse.sharding import Sharding, ShardingKind
 from turbogr.sparse.table import EmbeddingTable
 from turbogr.sparse.topology import HSPTopology
 from turbogr.strategies.agreement import StopRequest, gather_numbers
-from turbogr.strategies.checkpoint import dense_state, gathered_state, load_state, save_directory, save_gathered
-from turbogr.strategies.failures import FailureBoard, lost_connection
+from turbogr.strategies.checkpoint import (
+    dense_state,
+    gathered_state,
+    load_state,
+    note_delayed,
+    own_delayed,
+    save_directory,
+    save_gathered,
+)
+from turbogr.strategies.failures import FailureBoard
 from turbogr.strategies.group_choice import Asked
 from turbogr.strategies.lookahead import LookaheadLoader, evaluation_loader, training_loader
 from turbogr.strategies.npu import DDPOnNPU
-from turbogr.strategies.pipeline import InFlight, Pipeline
+from turbogr.strategies.pipeline import InFlight, Mode, Pipeline
 from turbogr.strategies.refusals import (
     only_table,
     refuse_module,
@@ -53,6 +62,7 @@ from turbogr.strategies.refusals import (
     refuse_precision,
     refuse_second_loader,
 )
+from turbogr.tracing import Trace
 
 _runs = itertools.count(1)
 """Of this process; the other ranks count the same."""
@@ -70,7 +80,10 @@ class TurboGRStrategy(DDPOnNPU):
     Args:
         groups: M, the number of copies of the tables; must divide the number of ranks. "auto" chooses by the rule of
             `turbogr.sparse.groups`, from the rows of the first batches, memory and links.
-        mode: "sync", every batch sees the updates of all before it.
+        mode: "semi_async", rows are updated one step later than the dense parameters, so that what travels does so beside the
+            computation (TurboGR, sections 4.2.2 and 4.2.3); "sync", every batch sees the updates of all before it.
+        batches_in_flight: from the one whose rows are being updated to the one that is being loaded, 2 to 8. What is trained
+            does not depend on it.
         sharding: of the tables over the ranks of a group; see `turbogr.sparse.sharding.ShardingKind`.
         exchange: form of the exchange between groups; "auto" takes the one that sends fewer bytes.
         sparse_lr: "constant" leaves the rows' learning rate as the row optimizer has it; "follow" scales it as the schedulers
@@ -93,6 +106,7 @@ class TurboGRStrategy(DDPOnNPU):
         topology: of the ranks; from `setup` on.
         engine: keeps the tables' rows; from `setup` on.
         stop: a signal that all ranks obey together.
+        trace: what is done when, if somebody wants to know.
 
     Raises:
         ConfigurationError: an option has an impossible value.
@@ -105,7 +119,8 @@ class TurboGRStrategy(DDPOnNPU):
     def __init__(
         self,
         groups: int | Literal["auto"] = 1,
-        mode: Literal["sync"] = "sync",
+        mode: Mode = "semi_async",
+        batches_in_flight: int = 6,
         sharding: ShardingKind = "row_wise",
         exchange: ExchangeForm = "auto",
         sparse_lr: Literal["constant", "follow"] = "constant",
@@ -120,7 +135,8 @@ class TurboGRStrategy(DDPOnNPU):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
     ) -> None:
-        _check_choice("mode", mode, ("sync",))
+        _check_choice("mode", mode, ("sync", "semi_async"))
+        _check_choice("batches_in_flight", batches_in_flight, range(2, 9))
         _check_choice("sharding", sharding, ("row_wise", "table_wise", "planner"))
         _check_choice("exchange", exchange, ("auto", "gather", "two_phase"))
         _check_choice("sparse_lr", sparse_lr, ("constant", "follow"))
@@ -142,8 +158,10 @@ class TurboGRStrategy(DDPOnNPU):
             start_method=start_method,
         )
         self.groups, self.mode, self.sharding, self.exchange = groups, mode, sharding, exchange
+        self.batches_in_flight = batches_in_flight
         self.sparse_lr, self.sparse_clip_norm, self.checkpoint_form = sparse_lr, sparse_clip_norm, checkpoint
         self.stop = StopRequest()
+        self.trace = Trace()
         self._lookahead: LookaheadLoader | None = None
         self._board: FailureBoard | None = None
 
@@ -178,7 +196,8 @@ class TurboGRStrategy(DDPOnNPU):
         # DDP would broadcast buffers before every forward pass; integers come with the data and are the same on all ranks.
         names += [name for name, buffer in module.named_buffers() if not buffer.is_floating_point()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-        self.pipeline = Pipeline(self.engine, module, self._to_device, self.stop)  # type: ignore[arg-type]
+        options = (self.mode, self.batches_in_flight, self.trace)
+        self.pipeline = Pipeline(self.engine, module, self._to_device, self.stop, *options)  # type: ignore[arg-type]
         self._lookahead = None
         super().setup(trainer)
         if self.world_size == 1:
@@ -194,6 +213,8 @@ class TurboGRStrategy(DDPOnNPU):
         """A single rank has nothing to reduce."""
         if self.world_size > 1:
             super().configure_ddp()
+        if self.trace.wanted and isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(self, _traced_all_reduce)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """As in DDPStrategy."""
@@ -231,14 +252,17 @@ class TurboGRStrategy(DDPOnNPU):
         self.pipeline.prepare()
         if self.global_rank > 0:
             self._draw_other_masks()
-        output = super().training_step(*args, **kwargs)
+        with self.trace.span("forward", self.pipeline.current.index, "compute"):
+            output = super().training_step(*args, **kwargs)
         self.pipeline.run_ahead()
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The backward pass of the weighted loss; rows' gradients go to their owners."""
-        weight = self.pipeline.current.weight
-        loss = super().backward(closure_loss if weight == 1.0 else closure_loss * weight, optimizer, *args, **kwargs)
+        current = self.pipeline.current
+        with self.trace.span("backward", current.index, "compute"):
+            weighted = closure_loss if current.weight == 1.0 else closure_loss * current.weight
+            loss = super().backward(weighted, optimizer, *args, **kwargs)
         self.pipeline.send_back()
         return loss
 
@@ -249,16 +273,24 @@ class TurboGRStrategy(DDPOnNPU):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The dense step, while groups exchange rows' gradients; then the rows' update."""
+        """The dense step, while groups exchange rows' gradients; then the rows' update, or the next step's."""
+        began = 0.0
 
         def closure_and_exchange() -> Any:
+            nonlocal began
             result = closure()
             self.pipeline.exchange()
+            began = time.perf_counter()
             return result
 
         output = super().optimizer_step(optimizer, closure_and_exchange, model, **kwargs)
+        self.trace.add("dense step", self.pipeline.current.index, "compute", began)
         self.pipeline.update(self._sparse_lr_scale(), self.sparse_clip_norm)
         return output
+
+    def on_validation_start(self) -> None:
+        """Evaluation reads the tables with all updates."""
+        self.pipeline.flush()
 
     # Checkpoints.
 
@@ -273,11 +305,13 @@ class TurboGRStrategy(DDPOnNPU):
         assert module is not None
         if self._table.engine is None:
             return module.state_dict()
-        if self._trainer.state.status == TrainerStatus.INTERRUPTED and self.world_size > 1 and not self.stop.agreed:
+        interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if interrupted and self.world_size > 1 and not self.stop.agreed:
             raise ConfigurationError(
                 "no checkpoint is written after an exception on several ranks, as it takes them all: use LastCheckpoint, or "
                 "ModelCheckpoint(every_n_train_steps=...), and resume from what it wrote last"
             )
+        self.pipeline.flush(look_ahead=not interrupted)
         form = dense_state if self.checkpoint_form == "distributed" else gathered_state
         return form(module, self.engine)
 
@@ -285,6 +319,7 @@ class TurboGRStrategy(DDPOnNPU):
         """Writes one file, or a directory by all ranks."""
         module = self.lightning_module
         assert module is not None
+        note_delayed(checkpoint, self.pipeline.delayed, self.engine)
         if self._table.engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.checkpoint_form == "distributed":
@@ -297,11 +332,13 @@ class TurboGRStrategy(DDPOnNPU):
         module = self.lightning_module
         assert module is not None
         load_state(module, self.engine, checkpoint, strict)
+        self.pipeline.delayed = own_delayed(checkpoint, self.engine) if self.mode == "semi_async" else None
 
     # The end.
 
     def on_train_end(self) -> None:
-        """Completes what was begun for batches that will not be trained."""
+        """Brings the tables up to date, and completes what was begun for batches that will not be trained."""
+        self.pipeline.flush()
         self.pipeline.drop()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -310,15 +347,7 @@ class TurboGRStrategy(DDPOnNPU):
         if self._board is None or self.stop.agreed:
             return
         step, stage = self._trainer.global_step, self._trainer.state.stage
-        cause = f"{type(exception).__name__}: {str(exception).strip()}"
-        lost = lost_connection(exception)
-        did = "lost the connection to a rank that said nothing (was it killed?)" if lost else "failed"
-        own = f"rank {self.global_rank} {did} in {stage.value if stage else 'setup'} at step {step}: {cause}"
-        first = self._board.failed_elsewhere or self._board.report(own)
-        if first == own and lost:
-            exception.args = (own,)
-        elif not first.endswith(cause):
-            exception.args = (f"{first}\n(rank {self.global_rank} ends with it: {cause})",)
+        self._board.blame(exception, f"{stage.value if stage else 'setup'} at step {step}")
 
     def teardown(self) -> None:
         """A table that lies in this process as a whole is given back."""
@@ -360,7 +389,7 @@ class TurboGRStrategy(DDPOnNPU):
             self.topology = HSPTopology.build(groups, self.root_device.type, timeout)
         if table.engine is None:
             sharding = Sharding.of_kind(self.sharding, table.spans, table.dim, self.topology.group_size, self.root_device.type)
-            self.engine = SparseEngine(table, self.topology, sharding, self.exchange)
+            self.engine = SparseEngine(table, self.topology, sharding, self.exchange, self.trace)
         elif table.engine is not getattr(self, "engine", None):
             raise ConfigurationError(
                 "the model's tables have already been divided among the ranks by another trainer: go on with that one, or "
@@ -393,9 +422,21 @@ class TurboGRStrategy(DDPOnNPU):
             raise SIGTERMException
 
 
-def _check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(option: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
-        raise ConfigurationError(f"TurboGRStrategy: {option} must be one of {', '.join(choices)}; got {value!r}")
+        raise ConfigurationError(f"TurboGRStrategy: {option} must be one of {', '.join(map(str, choices))}; got {value!r}")
+
+
+def _traced_all_reduce(strategy: TurboGRStrategy, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket's gradients over the ranks, as DDP itself makes it, with a span from its begin to its end."""
+    batch, start = strategy.pipeline.current.index, time.perf_counter()
+    gradients = bucket.buffer().mul_(1.0 / strategy.world_size)
+
+    def ended(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        strategy.trace.add("dense gradients", batch, "communication", start)
+        return reduced.value()[0]
+
+    return dist.all_reduce(gradients, async_op=True).get_future().then(ended)
 
 
 def _close_process_group() -> None:
