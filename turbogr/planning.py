@@ -216,7 +216,7 @@ def plan(model: GenerativeRetriever, data: SequenceDataModule, precision: str = 
     loader = data.train_dataloader()
     assert isinstance(loader.dataset, TrainingHistories)
     histories, keys = loader.dataset, list(loader.batches)
-    lengths = [histories.lengths(key.samples) for key in keys]
+    lengths = [histories.batch_lengths(key) for key in keys]
     tokens = np.array([x.sum() for x in lengths])
     prepared = data.prepared
     cost = DataCost(

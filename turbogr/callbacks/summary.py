@@ -38,8 +38,8 @@ class Summary(Callback):
             f"data: {data.num_users:,} users, {data.num_items:,} items, {data.num_training_tokens:,} training tokens an epoch",
         ]
         if trainer.world_size > 1:
-            users = data.batch_size * trainer.world_size
-            lines.append(f"{trainer.world_size} ranks: a step has {users:,} users, {data.batch_size:,} on each rank")
+            size, what = data.step_size
+            lines.append(f"{trainer.world_size} ranks: a step has {size * trainer.world_size:,} {what}, {size:,} on each rank")
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 

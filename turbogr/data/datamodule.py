@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -11,16 +12,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from turbogr.batch import JaggedBatch
+from turbogr.data.balance import CostModel
 from turbogr.data.features import FeatureTable, chosen
 from turbogr.data.histories import HELD_OUT, EvaluationHistories, Protocol, Stage, TrainingHistories
 from turbogr.data.negatives import UniformNegatives, check_seed
 from turbogr.data.prepared import PreparedData
+from turbogr.data.resuming import differences, settle_progress
 from turbogr.data.samplers import EpochBatches, EvaluationBatches, EvaluationLoader, TrainingLoader
+from turbogr.data.sharing import Balance, BalanceMethod, Sharing, TokensPerBatch, check_tokens_per_batch
+from turbogr.data.stochastic_length import StochasticLength
 from turbogr.errors import ConfigurationError, DataError
 from turbogr.seeds import global_seed
 
@@ -33,16 +37,22 @@ class SequenceDataModule(LightningDataModule):
     run was interrupted: `Trainer.fit(ckpt_path=…)` trains exactly the batches that were not yet trained.
 
     Under a trainer with W ranks, batch n of training is the batch n that one process with W times `batch_size` would train on,
-    and each rank takes its slice of it; the batches of evaluation are shared likewise. Nothing is dropped or repeated, all
-    ranks have equally many batches, and a rank's share of a short last batch may be empty. The trainer's
-    `use_distributed_sampler` changes nothing. A run may be resumed with another number of ranks if W times `batch_size` stays.
+    and each rank takes its share of it: a slice, or what `balance` gives it. The batches of evaluation are shared in slices.
+    Nothing is dropped or repeated, all ranks have equally many batches, and a rank's share of a batch with few users may be
+    empty. The trainer's `use_distributed_sampler` changes nothing. A run may be resumed with another number of ranks if W times
+    `batch_size` (or `tokens_per_batch`) stays, and with other options of balancing.
+
+    Balancing (TurboGR, section 4.1.3): `tokens_per_batch` makes the steps equally long, `balance` makes the ranks of a step
+    equal. The first changes what a step trains, the second only where. Gradients are those of the whole step either way under
+    TurboGRStrategy, which weights each rank by its tokens; other strategies average ranks as if they had equally many.
+    `stochastic_length` also makes the ranks equal, but by leaving tokens out.
 
     Evaluation: one history a user, its last token's target is the held-out item, `seen` the items to filter (see
     `EvaluationHistories`). Validation, test and prediction keep the order of user rows and never drop a user.
 
     Args:
         path: folder written by `turbogr data prepare`.
-        batch_size: users per training batch, on each rank.
+        batch_size: users per training batch, on each rank; without effect on training where `tokens_per_batch` is a number.
         max_length: most tokens of a history; of longer ones the newest are used.
         num_negatives: negatives drawn for each training token.
         protocol: "three_way" (last event test, the one before validation) or "published" (last event both); None is the
@@ -55,6 +65,17 @@ class SequenceDataModule(LightningDataModule):
         query_time: in prediction, when the recommendation is asked for, in the unit of the data; None is the time of each
             user's last event.
         features: which of the prepared folder's features the model gets: "all", or a list of names ([] is none).
+        tokens_per_batch: tokens per training batch, on each rank and in the mean: batches have as many users as make up so many
+            tokens. "auto" is `batch_size` times the mean tokens of a user. An epoch has the same number of batches whatever its
+            order, and they differ by about half a history. None counts users.
+        balance: what the ranks of a step are to have equally much of: "tokens", or "attention", the cost of `balance_cost`;
+            "off" gives each equally many users.
+        balance_cost: for balance "attention", what a history of n tokens costs, linear n + quadratic n^2. Measured
+            (`CostModel.fitted`), or counted: an HSTU of width D has linear 1 and quadratic 1 / (5 D).
+        balance_method: "greedy", longest first, or "karmarkar_karp", by largest differences; see `turbogr.data.balance.assign`.
+        max_tokens_per_rank: with `balance`, most tokens that a rank may have in a step (its memory); None is no limit.
+        stochastic_length: thin long histories at random, so that the ranks of a step have equal loads. This changes what is
+            trained on; None trains on all tokens. See `turbogr.data.stochastic_length`.
 
     Raises:
         ConfigurationError: an option is out of range.
@@ -75,9 +96,17 @@ class SequenceDataModule(LightningDataModule):
         drop_last: bool = False,
         query_time: int | None = None,
         features: Literal["all"] | list[str] = "all",
+        tokens_per_batch: TokensPerBatch = None,
+        balance: Balance = "off",
+        balance_cost: CostModel | None = None,
+        balance_method: BalanceMethod = "greedy",
+        max_tokens_per_rank: int | None = None,
+        stochastic_length: StochasticLength | None = None,
     ) -> None:
         super().__init__()
         _at_least_one(batch_size=batch_size, max_length=max_length, num_negatives=num_negatives)
+        self.sharing = Sharing.of(balance, balance_cost, balance_method, max_tokens_per_rank)
+        check_tokens_per_batch(tokens_per_batch, drop_last)
         if eval_batch_size is not None:
             _at_least_one(eval_batch_size=eval_batch_size)
         if protocol is not None and protocol not in HELD_OUT:
@@ -98,6 +127,10 @@ class SequenceDataModule(LightningDataModule):
         self.eval_batch_size = eval_batch_size or batch_size
         self.num_workers = resolve_workers(num_workers)
         self.drop_last = drop_last
+        self.tokens_per_batch = tokens_per_batch
+        self.balance, self.balance_cost, self.balance_method = balance, balance_cost, balance_method
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.stochastic_length = stochastic_length
         self.query_time = query_time
         self._seed = seed
         self._features = chosen(self.prepared.features, features, path)
@@ -125,6 +158,13 @@ class SequenceDataModule(LightningDataModule):
         return int(np.clip(events - 1, 0, self.max_length).sum())
 
     @property
+    def step_size(self) -> tuple[int, str]:
+        """What a training step has on each rank, in the mean: a number, and of what, "users" or "tokens"."""
+        if isinstance(self.tokens_per_batch, int):
+            return self.tokens_per_batch, "tokens"
+        return self.batch_size, "users"
+
+    @property
     def seed(self) -> int:
         """The seed in use: the option, else Lightning's global seed, else 0."""
         return self._seed if self._seed is not None else global_seed()
@@ -140,7 +180,9 @@ class SequenceDataModule(LightningDataModule):
             ConfigurationError: an epoch would have no batch, or `overfit_batches` is a share.
         """
         negatives = UniformNegatives(self.num_items, self.num_negatives, self.seed)
-        histories = TrainingHistories(self.prepared, self.protocol, self.max_length, negatives, self._event_features())
+        histories = TrainingHistories(
+            self.prepared, self.protocol, self.max_length, negatives, self._event_features(), self.seed
+        )
         users = histories.users()
         if not len(users):
             raise DataError(
@@ -155,9 +197,26 @@ class SequenceDataModule(LightningDataModule):
             self._said_too_short = True
         overfit = _overfit_batches(self.trainer)
         rank, ranks = self._ranks()
-        if overfit:
+        tokens_per_batch: TokensPerBatch | float = self.tokens_per_batch
+        if overfit and isinstance(tokens_per_batch, int):
+            before = np.cumsum(histories.lengths(users))
+            users = users[: np.searchsorted(before, overfit * tokens_per_batch * ranks) + 1]
+            tokens_per_batch = max(1.0, before[len(users) - 1] / (overfit * ranks))  # so that they make up so many batches
+        elif overfit:
             users = users[: overfit * self.batch_size * ranks]
-        batches = EpochBatches(users, self.batch_size, self.seed, not overfit, self.drop_last, rank, ranks)
+        batches = EpochBatches(
+            users,
+            self.batch_size,
+            self.seed,
+            not overfit,
+            self.drop_last,
+            rank,
+            ranks,
+            lengths=histories.lengths(users),
+            tokens_per_batch=tokens_per_batch,
+            sharing=self.sharing,
+            stochastic_length=self.stochastic_length,
+        )
         trained = partial(settle_progress, self.trainer) if self.trainer is not None and _fitting(self.trainer) else None
         return TrainingLoader(histories, batches, trained, **self._loader_options())
 
@@ -202,6 +261,12 @@ class SequenceDataModule(LightningDataModule):
             "num_negatives": self.num_negatives,
             "seed": self.seed,
             "drop_last": self.drop_last,
+            "tokens_per_batch": self.tokens_per_batch,
+            "balance": self.balance,
+            "balance_cost": self.balance_cost and asdict(self.balance_cost),
+            "balance_method": self.balance_method,
+            "max_tokens_per_rank": self.max_tokens_per_rank,
+            "stochastic_length": self.stochastic_length and asdict(self.stochastic_length),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,9 +278,9 @@ class SequenceDataModule(LightningDataModule):
         """
         ours = self.state_dict()
         if self.trainer is not None and _fitting(self.trainer):
-            if differences := _differences(state_dict, ours):
+            if found := differences(state_dict, ours):
                 raise ConfigurationError(
-                    f"the checkpoint cannot be resumed with {self.prepared.path}: {'; '.join(differences)}. Resuming trains "
+                    f"the checkpoint cannot be resumed with {self.prepared.path}: {'; '.join(found)}. Resuming trains "
                     "the batches that were not yet trained, which needs the same data and options; restore them, or start a "
                     "new run"
                 )
@@ -265,51 +330,6 @@ def resolve_workers(num_workers: int | Literal["auto"]) -> int:
     if isinstance(num_workers, str) or num_workers < 0:
         raise ConfigurationError(f'num_workers is {num_workers!r}; it must be 0 or more, or "auto"')
     return num_workers
-
-
-def settle_progress(trainer: Trainer) -> int:
-    """Count the batches trained so far, at the moment when an epoch or the rest of one begins.
-
-    Lightning counts a batch as processed right after its optimizer step, and restores that count, wherever the checkpoint was
-    written (`on_train_batch_end`, `on_validation_end`, `on_train_epoch_end`, `on_exception`). Its other counters are one off in
-    a resumed run, in two ways that a second resume would then suffer from, so they are brought into line here:
-
-    - after resuming from the `on_train_batch_end` of an epoch's last batch, Lightning 2.6 enters the next epoch without
-      counting it as started, and later takes any checkpoint of that epoch for one of a finished epoch;
-    - after resuming from an interrupted step, its total of started batches keeps that step, and later a checkpoint of
-      `on_train_batch_end` is not recognised as such.
-
-    Args:
-        trainer: in `fit`, about to fetch the first batch.
-
-    Returns:
-        Batches trained, in all epochs and across resumed runs.
-    """
-    epochs = trainer.fit_loop.epoch_progress
-    for epoch in (epochs.total, epochs.current):
-        assert isinstance(epoch, _ProcessedTracker)
-        epoch.ready = epoch.started = epoch.processed + 1
-    batches = trainer.fit_loop.epoch_loop.batch_progress.total
-    assert isinstance(batches, _ProcessedTracker)
-    batches.ready = batches.started = batches.completed = batches.processed
-    return batches.processed
-
-
-def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """How a checkpoint's data and order differ from ours, in words; ranks may, if the users of a step stay the same."""
-    theirs = {"batch_size": 0, "ranks": 1} | theirs  # earlier versions trained on one rank
-    elsewhere = ("batch_size", "ranks", "vocabulary")  # the last is part of the content
-    found = [f"{k} was {theirs.get(k)!r} and is {v!r}" for k, v in ours.items() if k not in elsewhere and theirs.get(k) != v]
-    was, now = (state["batch_size"] * state["ranks"] for state in (theirs, ours))
-    if was != now:
-        texts = [str(state["batch_size"]) for state in (theirs, ours)]
-        if max(theirs["ranks"], ours["ranks"]) > 1:
-            texts = [
-                f"{state['batch_size']} x {state['ranks']} ranks = {users} users a step"
-                for state, users in ((theirs, was), (ours, now))
-            ]
-        found.append(f"batch_size was {texts[0]} and is {texts[1]}")
-    return found
 
 
 def _fitting(trainer: Trainer) -> bool:

@@ -13,6 +13,7 @@ from turbogr.batch import NO_TARGET, JaggedBatch
 from turbogr.data.negatives import Int64Array, NegativeSampler
 from turbogr.data.prepared import HELD_OUT, PreparedData, Protocol, Stage
 from turbogr.data.samplers import BatchKey
+from turbogr.data.stochastic_length import thinned
 
 __all__ = ["HELD_OUT", "EvaluationHistories", "Protocol", "Stage", "TrainingHistories"]
 
@@ -20,7 +21,8 @@ __all__ = ["HELD_OUT", "EvaluationHistories", "Protocol", "Stage", "TrainingHist
 class TrainingHistories(Dataset[JaggedBatch]):
     """Training sequences: a user's training events 1..n give n - 1 tokens, token i having event i + 1 as its target.
 
-    Of longer histories the newest `max_length` tokens are used.
+    Of longer histories the newest `max_length` tokens are used. Of a thinned history (`BatchKey.kept`) some of these, chosen at
+    random: each sees only the others before it, and its target is still the event that followed it.
 
     Args:
         data: the prepared folder.
@@ -28,6 +30,7 @@ class TrainingHistories(Dataset[JaggedBatch]):
         max_length: most tokens of a history.
         negatives: draws each token's negatives.
         features: names of the event-side features that batches carry.
+        seed: decides which tokens of a thinned history stay.
     """
 
     def __init__(
@@ -37,12 +40,14 @@ class TrainingHistories(Dataset[JaggedBatch]):
         max_length: int,
         negatives: NegativeSampler,
         features: Sequence[str] = (),
+        seed: int = 0,
     ) -> None:
         self.data = data
         self.held_out = HELD_OUT[protocol]["validation"]
         self.max_length = max_length
         self.negatives = negatives
         self.features = tuple(features)
+        self.seed = seed
 
     def users(self) -> Int64Array:
         """int64 [N], ascending rows of the users who have two training events or more: one makes no token."""
@@ -53,12 +58,20 @@ class TrainingHistories(Dataset[JaggedBatch]):
         begins, ends = _bounds(self.data, users, self.held_out)
         return np.minimum(ends - begins - 1, self.max_length)
 
+    def batch_lengths(self, key: BatchKey) -> Int64Array:
+        """int64 [B], tokens of each history of this batch: less than `lengths` where they are thinned."""
+        return self.lengths(key.samples) if key.kept is None else key.kept
+
     def __getitem__(self, key: BatchKey) -> JaggedBatch:
-        """Build the batch of `key.samples`, with negatives of `key.epoch`."""
+        """Build the batch of `key.samples`, with negatives of `key.epoch`; thinned histories keep each token's own target."""
         users = key.samples
         _, ends = _bounds(self.data, users, self.held_out)
-        lengths = self.lengths(users)
-        events = _spans(ends - 1 - lengths, lengths)
+        whole, lengths = self.lengths(users), self.batch_lengths(key)
+        if key.kept is None:
+            events = _spans(ends - 1 - lengths, lengths)
+        else:
+            positions = thinned(whole, lengths, users, self.seed, key.epoch)
+            events = np.repeat(ends - 1 - whole, lengths) + positions
         return JaggedBatch(
             values=_gather(self.data.items, events),
             offsets=_offsets(lengths),

@@ -25,6 +25,10 @@ ORDER = 1
 """Purpose of `stream_keys`: the order of samples in an epoch."""
 NEGATIVES = 2
 """Purpose of `stream_keys`: the negatives of a sample."""
+LENGTH = 3
+"""Purpose of `stream_keys`: whose histories stay whole under stochastic length."""
+THINNING = 4
+"""Purpose of `stream_keys`: which tokens of a thinned history stay."""
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: SplitMix64's step between two counters
 _MASK = (1 << 64) - 1
@@ -130,7 +134,7 @@ def stream_keys(seed: int, epoch: int, samples: Int64Array, purpose: int) -> UIn
         seed: 0..2^64 - 1.
         epoch: from 0.
         samples: int64 [B], identity of each sample.
-        purpose: `ORDER` or `NEGATIVES`: two uses of one (seed, epoch, sample) must not be correlated.
+        purpose: `ORDER`, `NEGATIVES`, `LENGTH` or `THINNING`: two uses of one (seed, epoch, sample) must not be correlated.
 
     Returns:
         uint64 [B].

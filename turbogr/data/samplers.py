@@ -4,7 +4,7 @@ Resuming exactly is then one fact: the number of batches already trained. Batch 
 not matter how a run was stopped, how many batches the workers had prepared beyond it, or how the trainer counts its epochs.
 
 Nor on how many ranks: batch n of W ranks is the batch n of one process with W times the batch size, and each rank takes its
-slice of it. All ranks have equally many batches; of an epoch's short last batch a rank may have no user at all.
+share of it. All ranks have equally many batches; of a batch with few users a rank may have none at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from turbogr.batch import JaggedBatch
+from turbogr.data.balance import cut_by_tokens
 from turbogr.data.negatives import ORDER, Int64Array, check_seed, stream_keys
+from turbogr.data.sharing import Sharing, TokensPerBatch, check_tokens_per_batch
+from turbogr.data.stochastic_length import StochasticLength
 from turbogr.errors import ConfigurationError
 
 
@@ -34,10 +37,12 @@ class BatchKey(NamedTuple):
     Attributes:
         epoch: of the data, from 0; keys the negatives.
         samples: int64 [B], user rows.
+        kept: int64 [B], how many tokens of each history are trained on, where stochastic length thins them; None is all.
     """
 
     epoch: int
     samples: Int64Array
+    kept: Int64Array | None = None
 
 
 class EpochBatches:
@@ -45,14 +50,25 @@ class EpochBatches:
 
     Plain Python: iterating gives one epoch's keys, `set_epoch` chooses which; `stream` gives all from a number on.
 
+    A batch of all ranks together has `batch_size` users a rank, or, with `tokens_per_batch`, as many as make up so many tokens
+    (TurboGR, section 4.1.3, token-aware dynamic batch scaling): every epoch is cut into the same number of batches,
+    round(all tokens / (ranks x tokens_per_batch)), where the tokens so far pass its next equal part. Then `sharing` says which
+    of its histories fall to which rank (same section, global token reallocation), from lengths alone, so that all ranks come
+    to the same answer.
+
     Args:
         samples: int64 [N], user rows to train on, each once an epoch.
         batch_size: users per batch and rank, 1 or more.
         seed: 0..2^64 - 1.
         shuffle: False keeps the given order in every epoch.
         drop_last: drop the last batch of an epoch where it is smaller than the others, all ranks together.
-        rank: whose slices of the batches are given, 0..ranks - 1.
+        rank: whose shares of the batches are given, 0..ranks - 1.
         ranks: how many share each batch.
+        lengths: int64 [N], tokens of each of `samples`; needed by what follows.
+        tokens_per_batch: tokens per batch and rank, in the mean, instead of `batch_size`; "auto" is `batch_size` times the mean
+            of `lengths`.
+        sharing: who trains which history of a batch.
+        stochastic_length: thins histories; its N is the largest of `lengths`.
 
     Raises:
         ConfigurationError: an option is out of range, or an epoch would have no batch.
@@ -67,26 +83,34 @@ class EpochBatches:
         drop_last: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        *,
+        lengths: Int64Array | None = None,
+        tokens_per_batch: TokensPerBatch | float = None,
+        sharing: Sharing | None = None,
+        stochastic_length: StochasticLength | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigurationError(f"batch_size is {batch_size}; it must be 1 or more")
-        together = batch_size * ranks
-        count = len(samples) // together if drop_last else -(-len(samples) // together)
-        if not count:
-            on = f" on {ranks} ranks" if ranks > 1 else ""
-            raise ConfigurationError(
-                f"an epoch of {len(samples)} training users has no batch (batch_size {batch_size}{on}, drop_last {drop_last})"
-            )
+        check_tokens_per_batch(tokens_per_batch, drop_last)
+        self.sharing = sharing or Sharing()
+        if lengths is None and (tokens_per_batch is not None or stochastic_length is not None or self.sharing.by_tokens):
+            raise ValueError("tokens_per_batch, sharing by cost and stochastic_length need lengths")
+        if lengths is not None and len(lengths) != len(samples):
+            raise ValueError(f"{len(samples)} samples have {len(lengths)} lengths")
         self.samples = samples
+        self.lengths = lengths
         self.batch_size = batch_size
+        self.tokens_per_batch = tokens_per_batch
         self.rank, self.ranks = rank, ranks
         self.seed = check_seed(seed)
         self.shuffle = shuffle
+        self.stochastic_length = stochastic_length
+        self._longest = 0 if stochastic_length is None or lengths is None else int(lengths.max())
         self.epoch = 0
-        self._count = count
+        self._count = self._count_of(drop_last)
 
     def __len__(self) -> int:
-        """Batches in an epoch; the same for all epochs."""
+        """Batches in an epoch; the same for all epochs and ranks."""
         return self._count
 
     def __iter__(self) -> Iterator[BatchKey]:
@@ -104,15 +128,59 @@ class EpochBatches:
             yield from self._epoch(epoch, first)
             epoch, first = epoch + 1, 0
 
+    def together(self, epoch: int, first: int = 0) -> Iterator[Int64Array]:
+        """The batches of an epoch from number `first` on, of all ranks together: int64 [B] each, indices into `samples`."""
+        # Sorting by a hash rather than shuffling by a generator: the order survives upgrades of NumPy.
+        hashes = stream_keys(self.seed, epoch, self.samples, ORDER) if self.shuffle else None
+        order = np.arange(len(self.samples)) if hashes is None else np.argsort(hashes, kind="stable")
+        if self.tokens_per_batch is None:
+            cuts = np.minimum(np.arange(len(self) + 1) * (self.batch_size * self.ranks), len(order))
+        else:
+            assert self.lengths is not None
+            cuts = cut_by_tokens(self.lengths[order], len(self))
+        for number in range(first, len(self)):
+            yield order[cuts[number] : cuts[number + 1]]
+
+    def shares(self, batch: Int64Array, name: str = "a batch") -> list[Int64Array]:
+        """What falls to each rank of a batch of `together`: int64 [b] each, ascending indices into `batch`.
+
+        Raises:
+            ConfigurationError: some rank would have more tokens than allowed; the message calls the batch by `name`.
+        """
+        if self.lengths is None or not self.sharing.by_tokens:
+            return np.array_split(np.arange(len(batch)), self.ranks)
+        return self.sharing(self.lengths[batch], self.ranks, name)
+
     def _epoch(self, epoch: int, first: int) -> Iterator[BatchKey]:
-        samples = self.samples
-        if self.shuffle:
-            # Sorting by a hash rather than shuffling by a generator: the order survives upgrades of NumPy.
-            samples = samples[np.argsort(stream_keys(self.seed, epoch, samples, ORDER), kind="stable")]
-        together = self.batch_size * self.ranks
-        for start in range(first * together, len(self) * together, together):
-            batch = samples[start : start + together]
-            yield BatchKey(epoch, batch[share(len(batch), self.rank, self.ranks)])
+        for number, batch in enumerate(self.together(epoch, first), first):
+            own = batch[self.shares(batch, f"batch {number} of epoch {epoch}")[self.rank]]
+            yield BatchKey(epoch, self.samples[own], self._kept(epoch, batch, own))
+
+    def _kept(self, epoch: int, batch: Int64Array, own: Int64Array) -> Int64Array | None:
+        """How many tokens of each of our histories stay; None is all."""
+        if self.stochastic_length is None:
+            return None
+        assert self.lengths is not None
+        target = self.stochastic_length.target(self.lengths[batch], self.ranks, self._longest)
+        return self.stochastic_length.kept(self.lengths[own], self.samples[own], target, self._longest, self.seed, epoch)
+
+    def _count_of(self, drop_last: bool) -> int:
+        count, together = len(self.samples), self.batch_size * self.ranks
+        on = f" on {self.ranks} ranks" if self.ranks > 1 else ""
+        if self.tokens_per_batch is None:
+            batches = count // together if drop_last else -(-count // together)
+            options = f"batch_size {self.batch_size}{on}, drop_last {drop_last}"
+        else:
+            options = f"tokens_per_batch {self.tokens_per_batch}{on}"
+            assert self.lengths is not None
+            if isinstance(self.tokens_per_batch, str):
+                wanted = count / together
+            else:
+                wanted = int(self.lengths.sum()) / (self.tokens_per_batch * self.ranks)
+            batches = min(count, max(1, round(wanted)))
+        if not batches:
+            raise ConfigurationError(f"an epoch of {count} training users has no batch ({options})")
+        return batches
 
 
 class TrainingLoader:
