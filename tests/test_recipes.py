@@ -15,7 +15,9 @@ from turbogr.models.sasrec import SASRec
 from turbogr.resources import recipes_dir
 from turbogr.trainer_cli import TurboGRCLI
 
-RECIPES = sorted(str(path.relative_to(recipes_dir())) for path in recipes_dir().rglob("*.yaml") if path.name != "base.yaml")
+ALL = {str(path.relative_to(recipes_dir())) for path in recipes_dir().rglob("*.yaml") if path.name != "base.yaml"}
+SWITCHES = sorted(name for name in ALL if name.startswith("switches/"))
+RECIPES = sorted(ALL - set(SWITCHES))
 
 # recipe -> (dim, blocks, heads, max_length, batch_size, dense learning rate, dropout): the size ladder and published settings
 EXPECTED = {

@@ -20,7 +20,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-# Imported so that their short names ("SASRec", "FuXi") are accepted where a class path is.
+# Imported so that their short names ("SASRec", "Timeline") are accepted where a class path is.
+import turbogr.callbacks.timeline
 import turbogr.models.fuxi
 import turbogr.models.sasrec  # noqa: F401
 from turbogr.callbacks.predictions import PredictionWriter

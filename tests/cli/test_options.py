@@ -148,6 +148,13 @@ def test_files_compose_and_callbacks_append(prepared, capsys):
     assert config["checkpoint"]["monitor"] == "val/NDCG@10", "base.yaml is applied first"
 
 
+def test_callbacks_have_short_names(capsys):
+    for names in (["--trainer.callbacks+=Timeline", "--trainer.callbacks.steps=4"],):
+        config = printed(["fit", "-c", "movielens-100k/hstu.yaml", *names], capsys)
+        assert config["trainer"]["callbacks"][0]["class_path"] == "turbogr.callbacks.timeline.Timeline"
+        assert config["trainer"]["callbacks"][0]["init_args"]["steps"] == 4
+
+
 def test_packaged_recipe_is_found_from_anywhere_but_a_file_here_wins(capsys):
     config = printed(["fit", "-c", "movielens-100k/hstu.yaml"], capsys)
     assert config["data"]["path"] == "data/movielens-100k"

@@ -1,4 +1,4 @@
-"""What a run looks like: report.png and test.png."""
+"""What a run looks like: report.png, test.png, timeline.png."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
+from turbogr.callbacks.intervals import Intervals
 from turbogr.callbacks.throughput import METRIC as TOKENS_PER_SECOND
+from turbogr.tracing import Span
 
 BLUE, ORANGE, GREY, LIGHT, INK = "#2563eb", "#d9480f", "#7b8794", "#e4e7eb", "#1f2933"
+BATCH_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d")
 
 
 def draw_report(rows: Sequence[dict[str, float]], best: dict[str, float] | None, path: Path, title: str) -> None:
@@ -89,6 +93,71 @@ def draw_test(results: dict[str, dict[str, float]], k: int, path: Path, title: s
         axes.tick_params(axis="y", labelsize=10, length=0)
     figure.axes[0].invert_yaxis()
     replace_file(path, lambda temporary: figure.savefig(temporary, format="png"))
+
+
+def draw_timeline(
+    rows: Sequence[tuple[str, Sequence[Span]]],
+    starts: Sequence[float],
+    first: int,
+    parts: dict[str, Intervals],
+    path: Path,
+    title: str,
+) -> None:
+    """Draws spans of a few steps: a row a resource, a colour a batch, and below them what each moment counts as.
+
+    Args:
+        rows: name and spans, from the top; what lies within another span is drawn over it.
+        starts: when each step began, and when the last one ended.
+        first: batch of the first step.
+        parts: what it counts as, and when: computing, exposed communication, idle, in this order.
+        path: PNG to write.
+        title: of the figure.
+    """
+    origin, end = starts[0], starts[-1]
+    figure = _figure((14, 1.6 + 0.42 * (len(rows) + 1)), title)
+    axes = figure.subplots()
+    _style(axes, "")
+    axes.grid(visible=False)
+    batches = set()
+    for height, (_, spans) in enumerate(rows):
+        for span in spans:
+            left, right = (1e3 * (min(max(moment, origin), end) - origin) for moment in (span.start, span.end))
+            if span.resource == "wait":
+                look: dict[str, Any] = {"color": "white", "edgecolor": GREY, "hatch": "//////", "linewidth": 0.0}
+            else:
+                look = {"color": _batch_colour(span.batch), "edgecolor": "white", "linewidth": 0.4}
+                batches.add(span.batch)
+            axes.barh(height, right - left, left=left, height=0.8, **look)
+            if span.resource != "wait" and right - left > 4.5e-3 * (len(span.name) + 1) * 1e3 * (end - origin):
+                axes.text(left, height, f" {span.name}", va="center", fontsize=6.5, color="white", clip_on=True)
+    for (_, intervals), colour in zip(parts.items(), (BLUE, ORANGE, LIGHT), strict=True):
+        spread = [(1e3 * (start - origin), 1e3 * (stop - start)) for start, stop in intervals]
+        axes.broken_barh(spread, (len(rows) - 0.2, 0.5), facecolors=colour)
+    for index, start in enumerate(starts):
+        axes.axvline(1e3 * (start - origin), color=INK, linewidth=0.6, linestyle=":")
+        if start < end and len(starts) <= 17:
+            axes.text(1e3 * (start - origin), -0.55, f" step of batch {first + index}", fontsize=7, color=GREY, va="bottom")
+    axes.set_xlim(0, 1e3 * (end - origin))
+    axes.set_ylim(len(rows) + 0.4, -0.9)
+    axes.set_yticks(range(len(rows) + 1), [*(name for name, _ in rows), "counts as"])
+    axes.set_xlabel("ms", fontsize=9, color=INK)
+    handles = [Patch(color=_batch_colour(batch), label=f"batch {names}") for batch, names in _legend(sorted(batches - {-1}))]
+    handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="//////", linewidth=0.0, label="waiting"))
+    handles += [Patch(color=colour, label=name) for name, colour in zip(parts, (BLUE, ORANGE, LIGHT), strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), fontsize=7.5, frameon=False)
+    replace_file(path, lambda temporary: figure.savefig(temporary, format="png"))
+
+
+def _batch_colour(batch: int) -> str:
+    return GREY if batch < 0 else BATCH_COLOURS[batch % len(BATCH_COLOURS)]
+
+
+def _legend(batches: Sequence[int]) -> list[tuple[int, str]]:
+    """One entry a colour: its first batch, and the names of all that share it."""
+    found: dict[str, list[int]] = {}
+    for batch in batches:
+        found.setdefault(_batch_colour(batch), []).append(batch)
+    return [(same[0], ", ".join(map(str, same[:3])) + (", …" if len(same) > 3 else "")) for same in found.values()]
 
 
 def _figure(size: tuple[float, float], title: str) -> Figure:

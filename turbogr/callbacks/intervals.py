@@ -42,10 +42,6 @@ class Shares(NamedTuple):
 def step_shares(spans: Iterable[Span], start: float, end: float) -> Shares:
     """Divides the time between two moments (TurboGR, tables 5 and 6).
 
-    Communication counts from where it is begun to where it is known to have ended, with all waiting for other ranks. What is
-    neither computing (see `computing`) nor communication is idle, whatever the threads did: loading, looking for distinct rows,
-    the trainer's own work.
-
     Args:
         spans: at least all that touch this time, in any order.
         start: seconds of `time.perf_counter`.
@@ -54,16 +50,48 @@ def step_shares(spans: Iterable[Span], start: float, end: float) -> Shares:
     Raises:
         ValueError: `end` is not later than `start`.
     """
-    if not end > start:
-        raise ValueError(f"step_shares: the end, {end}, must be later than the start, {start}")
     spans = list(spans)
-    window = [(start, end)]
-    busy = intersection(computing(spans), window)
-    sent = intersection(communicating(spans), window)
-    exposed = difference(sent, busy)
     seconds = end - start
-    idle = difference(difference(window, busy), exposed)
-    return Shares(seconds, *(length(part) / seconds for part in (busy, exposed, idle, sent)))
+    parts = divide(spans, start, end)
+    sent = intersection(communicating(spans), [(start, end)])
+    return Shares(seconds, *(length(part) / seconds for part in (*parts, sent)))
+
+
+class Parts(NamedTuple):
+    """When it was which of the three; together they are all of the time.
+
+    Attributes:
+        computing: with computation.
+        exposed: with communication, but no computation.
+        idle: with neither.
+    """
+
+    computing: Intervals
+    exposed: Intervals
+    idle: Intervals
+
+
+def divide(spans: Iterable[Span], start: float, end: float) -> Parts:
+    """Says for every moment between two what it counts as.
+
+    Communication counts from where it is begun to where it is known to have ended, with all waiting for other ranks. What is
+    neither computing (see `computing`) nor communication is idle, whatever the threads did: loading, looking for distinct rows,
+    the trainer's own work.
+
+    Args:
+        spans: as for `step_shares`, and so the moments.
+        start: seconds.
+        end: seconds.
+
+    Raises:
+        ValueError: `end` is not later than `start`.
+    """
+    if not end > start:
+        raise ValueError(f"shares of a step: the end, {end}, must be later than the start, {start}")
+    spans, window = list(spans), [(start, end)]
+    busy = intersection(computing(spans), window)
+    exposed = difference(intersection(communicating(spans), window), busy)
+    return Parts(busy, exposed, difference(difference(window, busy), exposed))
 
 
 def communicating(spans: Iterable[Span]) -> Intervals:
