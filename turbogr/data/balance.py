@@ -186,8 +186,9 @@ def assign(
         plan = longest_first(costs, ranks, limits, cap) or fullest_first(limits, ranks, cap)
     if plan is None:
         raise _over(limits, ranks, cap, batch)
-    plan = [sorted(each) for each in exchanged(costs, plan, limits, cap)]
-    return [np.array(each, dtype=np.int64) for each in sorted(plan, key=lambda each: each or [len(costs)])]
+    owners = exchanged(costs, plan, limits, cap)
+    shares = np.split(np.argsort(owners, kind="stable"), np.cumsum(np.bincount(owners, minlength=ranks))[:-1])
+    return sorted(shares, key=lambda share: share[0] if len(share) else len(costs))
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def differences(costs: Float64Array, ranks: int) -> list[list[int]]:
     return found + [[] for _ in range(ranks - len(found))]
 
 
-def exchanged(costs: Float64Array, plan: list[list[int]], tokens: Int64Array, cap: int) -> list[list[int]]:
+def exchanged(costs: Float64Array, plan: list[list[int]], tokens: Int64Array, cap: int) -> Int64Array:
     """Exchanges between the heaviest ranks and lighter ones, many pairs at a time, as long as they help.
 
     Neither of a pair gets heavier than the heavier was, so nor does the heaviest of all; nor, with a cap, does any exceed it.
@@ -107,10 +107,11 @@ def exchanged(costs: Float64Array, plan: list[list[int]], tokens: Int64Array, ca
         plan: indices of each rank.
         tokens: int64 [B] where there is a cap, else empty.
         cap: most tokens of a rank.
+
+    Returns:
+        int64 [B], the rank of each history.
     """
     ranks, width = len(plan), max(map(len, plan)) + 1
-    if width == 1:
-        return plan
     # Rows of slots; an empty one holds the history B, which costs nothing, so that a gift is a swap with an empty slot.
     nothing = len(costs)
     slots = np.full((ranks, width), nothing, dtype=np.int64)
@@ -152,4 +153,6 @@ def exchanged(costs: Float64Array, plan: list[list[int]], tokens: Int64Array, ca
         loads[light] += cost[out] - cost[back]
         room[heavy] += length[out] - length[back]
         room[light] += length[back] - length[out]
-    return [row[row < nothing].tolist() for row in slots]
+    owners = np.empty(nothing + 1, dtype=np.int64)
+    owners[slots] = np.arange(ranks)[:, None]
+    return owners[:nothing]
