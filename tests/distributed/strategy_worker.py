@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from tests.distributed.launch import report_checks
+from tests.distributed.live_tensors import peaks
 from tests.distributed.strategy_cases import (
     FOUR,
     QUIET,
@@ -231,6 +232,7 @@ def checks(which: str) -> dict[str, Any]:
             "neutral": neutral,
             "mixed": mixed,
             "divided otherwise": divided_otherwise,
+            "live tensors": lambda: peaks(RANKS, int(os.environ["RANK"])),
         }
     cases = {4: FOUR, 2: TWO}[RANKS]
     found = {name: partial(equal, name, *case) for name, case in cases.items()}

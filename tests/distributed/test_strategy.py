@@ -188,3 +188,12 @@ def test_mixed_precision(rest, rest_out, one):
 def test_tables_that_another_trainer_divided_are_refused(rest):
     for text in rest["divided otherwise"]:
         assert "already been divided" in text
+
+
+def test_what_is_in_flight_is_ids_not_rows(rest):
+    """Six batches in flight keep at most four batches' embeddings more than sync does; so do two and eight."""
+    for found in rest["live tensors"]:
+        most = found["sync, 6"] + 4 * found["batch"]
+        assert found["batch"] <= found["sync, 6"]
+        assert max(found[f"semi_async, {number}"] for number in (2, 6, 8)) <= most, found
+        assert found["hoarded"] > most, found
