@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -49,6 +49,7 @@ from turbogr.strategies.checkpoint import (
     save_directory,
     save_gathered,
 )
+from turbogr.strategies.dense import keep_from_ddp, traced_all_reduce
 from turbogr.strategies.failures import FailureBoard
 from turbogr.strategies.group_choice import Asked
 from turbogr.strategies.lookahead import LookaheadLoader, evaluation_loader, training_loader
@@ -191,11 +192,7 @@ class TurboGRStrategy(DDPOnNPU):
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_precision(self)
         self._shard(table)
-        ignored = [name for name, part in module.named_modules() if part is table]
-        names = [f"{prefix}.{key}" if prefix else key for prefix in ignored for key in self.engine.local_state()]
-        # DDP would broadcast buffers before every forward pass; integers come with the data and are the same on all ranks.
-        names += [name for name, buffer in module.named_buffers() if not buffer.is_floating_point()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        keep_from_ddp(module, table, self.engine)
         options = (self.mode, self.batches_in_flight, self.trace)
         self.pipeline = Pipeline(self.engine, module, self._to_device, self.stop, *options)  # type: ignore[arg-type]
         self._lookahead = None
@@ -214,7 +211,7 @@ class TurboGRStrategy(DDPOnNPU):
         if self.world_size > 1:
             super().configure_ddp()
         if self.trace.wanted and isinstance(self.model, DistributedDataParallel):
-            self.model.register_comm_hook(self, _traced_all_reduce)
+            self.model.register_comm_hook((self.trace, lambda: self.pipeline.current.index), traced_all_reduce)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """As in DDPStrategy."""
@@ -425,18 +422,6 @@ class TurboGRStrategy(DDPOnNPU):
 def _check_choice(option: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         raise ConfigurationError(f"TurboGRStrategy: {option} must be one of {', '.join(map(str, choices))}; got {value!r}")
-
-
-def _traced_all_reduce(strategy: TurboGRStrategy, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket's gradients over the ranks, as DDP itself makes it, with a span from its begin to its end."""
-    batch, start = strategy.pipeline.current.index, time.perf_counter()
-    gradients = bucket.buffer().mul_(1.0 / strategy.world_size)
-
-    def ended(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
-        strategy.trace.add("dense gradients", batch, "communication", start)
-        return reduced.value()[0]
-
-    return dist.all_reduce(gradients, async_op=True).get_future().then(ended)
 
 
 def _close_process_group() -> None:

@@ -1,0 +1,47 @@
+"""What DDP does with the dense part, and what it must leave alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from turbogr.sparse.engine import SparseEngine
+from turbogr.sparse.table import EmbeddingTable
+from turbogr.tracing import Trace
+
+
+def keep_from_ddp(module: nn.Module, table: EmbeddingTable, engine: SparseEngine) -> None:
+    """Keeps a table and its optimizer's state from DDP, which would make them equal on all ranks; to be called before it wraps.
+
+    Args:
+        module: what DDP will wrap.
+        table: part of it, sharded.
+        engine: keeps the table's rows.
+    """
+    prefixes = [name for name, part in module.named_modules() if part is table]
+    names = [f"{prefix}.{key}" if prefix else key for prefix in prefixes for key in engine.local_state()]
+    # DDP would broadcast buffers before every forward pass; integers come with the data and are the same on all ranks.
+    names += [name for name, buffer in module.named_buffers() if not buffer.is_floating_point()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def traced_all_reduce(state: tuple[Trace, Callable[[], int]], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean of a bucket's gradients over the ranks, in the bits of DDP's own, with a span from its begin to its end.
+
+    Args:
+        state: where spans go, and what tells the number of the batch in training.
+        bucket: as DDP gives it to a communication hook.
+    """
+    (trace, number), start = state, time.perf_counter()
+    batch, gradients = number(), bucket.buffer().mul_(1.0 / dist.get_world_size())
+
+    def ended(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        trace.add("dense gradients", batch, "communication", start)
+        return reduced.value()[0]
+
+    return dist.all_reduce(gradients, async_op=True).get_future().then(ended)
