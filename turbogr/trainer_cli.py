@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 # Imported so that their short names ("SASRec", "Timeline") are accepted where a class path is.
+import turbogr.callbacks.collisions
 import turbogr.callbacks.timeline
 import turbogr.models.fuxi
 import turbogr.models.sasrec  # noqa: F401
