@@ -99,8 +99,11 @@ def made(strategy: str | Callable[[], Any]) -> Any:
 class Stream(IterableDataset):
     """Batches of no known number."""
 
+    def __init__(self, count: int = 5) -> None:
+        self.count = count
+
     def __iter__(self):
-        yield from SizedBatches(5, 1)
+        yield from SizedBatches(self.count, 1)
 
 
 class Stateful(SizedBatches):
