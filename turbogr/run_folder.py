@@ -75,7 +75,9 @@ class RunFolder:
 
     def files_to_replace(self) -> list[Path]:
         """All that an earlier run left, and nothing else that may lie in the folder."""
-        reports = [self.path / name for name in ("report.png", "test.json", "test.png", "predictions.parquet")]
+        reports = [
+            self.path / name for name in ("report.png", "test.json", "test.png", "load_balance.png", "predictions.parquet")
+        ]
         reports += [path for form in ("json", "png") for path in self.path.glob(f"timeline*.{form}")]
         events = (self.path / "tensorboard").rglob("events.out.tfevents.*")
         return [file for file in [*self.earlier_run(), *reports, *events] if file.exists()]

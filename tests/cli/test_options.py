@@ -65,6 +65,15 @@ def test_data_is_dispatched(capsys):
         ),
         (["--trainer.max_epochs=three"], "trainer.max_epochs: 'three' is not accepted, expected int or null"),
         (["--data.protocol=two_way"], "data.protocol"),
+        (["--data.tokens_per_batch=automatic"], "data.tokens_per_batch"),
+        (["--data.tokens_per_batch=0"], 'tokens_per_batch is 0; it must be 1 or more, or "auto"'),
+        (["--data.balance=token"], "data.balance"),
+        (["--data.balance=attention"], 'balance "attention" needs balance_cost'),
+        (["--data.balance_method=slices"], "data.balance_method"),
+        (["--data.balance=attention", "--data.balance_cost.quadradic=1"], "quadradic"),
+        (["--data.balance=attention", "--data.balance_cost.linear=-1"], "both coefficients must be 0 or more"),
+        (["--data.stochastic_length.alfa=1"], "alfa"),
+        (["--data.stochastic_length.alpha=3"], "stochastic_length.alpha is 3.0; it must lie above 0 and be 2 or less"),
         (["--model.optimizer.lrr=1"], "model.optimizer: torch.optim.AdamW has no option lrr; did you mean lr?"),
         (["--model.optimizer.weightdecay=1"], "torch.optim.AdamW has no option weightdecay; did you mean weight_decay?"),
         (
@@ -148,11 +157,16 @@ def test_files_compose_and_callbacks_append(prepared, capsys):
     assert config["checkpoint"]["monitor"] == "val/NDCG@10", "base.yaml is applied first"
 
 
-def test_callbacks_have_short_names(capsys):
-    for names in (["--trainer.callbacks+=Timeline", "--trainer.callbacks.steps=4"],):
-        config = printed(["fit", "-c", "movielens-100k/hstu.yaml", *names], capsys)
-        assert config["trainer"]["callbacks"][0]["class_path"] == "turbogr.callbacks.timeline.Timeline"
-        assert config["trainer"]["callbacks"][0]["init_args"]["steps"] == 4
+@pytest.mark.parametrize(
+    ("name", "module", "option"),
+    [("Timeline", "timeline", {"steps": 4}), ("LoadBalance", "load_balance", {"path": "a.png"})],
+)
+def test_callbacks_have_short_names(name, module, option, capsys):
+    given = [f"--trainer.callbacks.{key}={value}" for key, value in option.items()]
+    config = printed(["fit", "-c", "movielens-100k/hstu.yaml", f"--trainer.callbacks+={name}", *given], capsys)
+    [callback] = config["trainer"]["callbacks"]
+    assert callback["class_path"] == f"turbogr.callbacks.{module}.{name}"
+    assert callback["init_args"].items() >= option.items()
 
 
 def test_packaged_recipe_is_found_from_anywhere_but_a_file_here_wins(capsys):

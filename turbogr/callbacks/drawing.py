@@ -1,4 +1,4 @@
-"""What a run looks like: report.png, test.png, timeline.png."""
+"""What a run looks like: report.png, test.png, timeline.png, load_balance.png."""
 
 from __future__ import annotations
 
@@ -145,6 +145,27 @@ def draw_timeline(
     handles.append(Patch(facecolor="white", edgecolor=GREY, hatch="//////", linewidth=0.0, label="waiting"))
     handles += [Patch(color=colour, label=name) for name, colour in zip(parts, (BLUE, ORANGE, LIGHT), strict=True)]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), fontsize=7.5, frameon=False)
+    replace_file(path, lambda temporary: figure.savefig(temporary, format="png"))
+
+
+def draw_balance(panels: dict[str, dict[str, Sequence[float]]], path: Path, title: str) -> None:
+    """Draws how often steps were how unequal: a panel a measure, a histogram for each way of sharing batches out.
+
+    Args:
+        panels: measure -> way -> its value in each step; the last way is the one that was trained.
+        path: PNG to write.
+        title: of the figure.
+    """
+    figure = _figure((10, 3.6), title)
+    for axes, (measure, ways) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True):
+        _style(axes, measure)
+        values = [np.asarray(way, dtype=np.float64) for way in ways.values()]
+        edges = np.linspace(0.0, max(1e-9, *(value.max() for value in values)), 41)
+        colours = [*("#b8c2cc",) * (len(ways) - 1), BLUE]
+        for name, value, colour in zip(ways, values, colours, strict=True):
+            axes.hist(value, edges, color=colour, alpha=0.8, label=f"{name}: mean {value.mean():,.4g}")
+        axes.set_ylabel("steps", fontsize=9, color=INK)
+        axes.legend(fontsize=8.5, frameon=False)
     replace_file(path, lambda temporary: figure.savefig(temporary, format="png"))
 
 

@@ -151,6 +151,24 @@ class EpochBatches:
             return np.array_split(np.arange(len(batch)), self.ranks)
         return self.sharing(self.lengths[batch], self.ranks, name)
 
+    def plan(self, epoch: int, first: int = 0) -> Iterator[tuple[Int64Array, list[Int64Array]]]:
+        """How long the histories of an epoch's batches are, and on which rank, from batch `first` on.
+
+        Yields:
+            A batch of all ranks: int64 [B], tokens of its histories, in order; and for each rank int64 [b], tokens of the
+            histories that it trains, less where they are thinned.
+
+        Raises:
+            ValueError: lengths are not known.
+        """
+        if self.lengths is None:
+            raise ValueError("a plan needs lengths")
+        for number, batch in enumerate(self.together(epoch, first), first):
+            shares = [batch[own] for own in self.shares(batch, f"batch {number} of epoch {epoch}")]
+            kept = [self._kept(epoch, batch, own) for own in shares]
+            trained = [self.lengths[own] if left is None else left for own, left in zip(shares, kept, strict=True)]
+            yield self.lengths[batch], trained
+
     def _epoch(self, epoch: int, first: int) -> Iterator[BatchKey]:
         for number, batch in enumerate(self.together(epoch, first), first):
             own = batch[self.shares(batch, f"batch {number} of epoch {epoch}")[self.rank]]
