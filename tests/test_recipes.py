@@ -151,3 +151,35 @@ def test_a_recipe_can_take_another_time_encoder(prepared):
     built = Built("fit", ["-c", recipe, f"--data.path={prepared}", "--trainer.accelerator=cpu", *options])
     assert built.model.backbone.time_encoder.buckets == TimeBuckets(count=12)
     assert [len(table) for table in built.model.backbone.time_encoder.tables] == [13, 13]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_is_added_to_a_recipe(switch, prepared, capsys):
+    """By its name, as a recipe is; it changes nothing but what it is for, and everything is built."""
+
+    def config(*files):
+        with pytest.raises(SystemExit) as stopped:
+            main(["fit", *(f"-c={name}" for name in files), "--print_config"])
+        assert not stopped.value.code
+        return yaml.safe_load(capsys.readouterr().out)
+
+    recipe = "movielens-100k/hstu.yaml"
+    plain, switched = config(recipe), config(recipe, switch)
+    parts = set(yaml.safe_load((recipes_dir() / switch).read_text()))
+    assert {part for part in plain if switched[part] != plain[part]} == parts
+    assert f"-c {switch}" in (recipes_dir() / switch).read_text(), "it says how it is used"
+    files = [f"-c={recipes_dir() / name}" for name in (recipe, switch)]
+    Built("fit", [*files, f"--data.path={prepared}", "--trainer.accelerator=cpu"])
+
+
+@pytest.mark.parametrize(
+    ("switch", "expected"),
+    [
+        ("token_batches", {"tokens_per_batch": "auto", "balance": "off"}),
+        ("balance", {"tokens_per_batch": None, "balance": "tokens"}),
+    ],
+)
+def test_switches_of_the_data(switch, expected, prepared):
+    files = [f"-c={recipes_dir() / name}" for name in ("movielens-100k/hstu.yaml", f"switches/{switch}.yaml")]
+    data = Built("fit", [*files, f"--data.path={prepared}", "--trainer.accelerator=cpu"]).datamodule
+    assert {name: getattr(data, name) for name in expected} == expected

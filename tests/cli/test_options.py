@@ -9,6 +9,9 @@ import torch
 
 from tests.cli.support import SMALL, Built, child, fails, printed
 from turbogr.cli import main
+from turbogr.data.balance import CostModel
+from turbogr.data.sharing import Sharing
+from turbogr.data.stochastic_length import StochasticLength
 
 # Before any subcommand is built.
 
@@ -66,14 +69,10 @@ def test_data_is_dispatched(capsys):
         (["--trainer.max_epochs=three"], "trainer.max_epochs: 'three' is not accepted, expected int or null"),
         (["--data.protocol=two_way"], "data.protocol"),
         (["--data.tokens_per_batch=automatic"], "data.tokens_per_batch"),
-        (["--data.tokens_per_batch=0"], 'tokens_per_batch is 0; it must be 1 or more, or "auto"'),
         (["--data.balance=token"], "data.balance"),
-        (["--data.balance=attention"], 'balance "attention" needs balance_cost'),
         (["--data.balance_method=slices"], "data.balance_method"),
         (["--data.balance=attention", "--data.balance_cost.quadradic=1"], "quadradic"),
-        (["--data.balance=attention", "--data.balance_cost.linear=-1"], "both coefficients must be 0 or more"),
         (["--data.stochastic_length.alfa=1"], "alfa"),
-        (["--data.stochastic_length.alpha=3"], "stochastic_length.alpha is 3.0; it must lie above 0 and be 2 or less"),
         (["--model.optimizer.lrr=1"], "model.optimizer: torch.optim.AdamW has no option lrr; did you mean lr?"),
         (["--model.optimizer.weightdecay=1"], "torch.optim.AdamW has no option weightdecay; did you mean weight_decay?"),
         (
@@ -94,6 +93,32 @@ def test_wrong_option_on_the_command_line(args, message, prepared, capsys):
     assert code == 2
     assert message in line
     assert line.startswith("turbogr fit: error: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data.tokens_per_batch=0"], 'tokens_per_batch is 0; it must be 1 or more, or "auto"'),
+        (["--data.balance=attention"], 'balance "attention" needs balance_cost'),
+        (["--data.balance=attention", "--data.balance_cost.linear=-1"], "both coefficients must be 0 or more"),
+        (["--data.balance=tokens", "--data.balance_cost.linear=1"], 'balance_cost is the cost of balance "attention"'),
+        (["--data.max_tokens_per_rank=100"], 'max_tokens_per_rank needs balance "tokens" or "attention"'),
+        (["--data.stochastic_length.alpha=3"], "stochastic_length.alpha is 3.0; it must lie above 0 and be 2 or less"),
+    ],
+)
+def test_impossible_balancing(args, message, prepared, capsys):
+    code, line = fails(["fit", f"--data.path={prepared}", *args], capsys)
+    assert code == 1
+    assert message in line
+
+
+def test_options_of_balancing(prepared):
+    args = ["--data.tokens_per_batch=auto", "--data.balance=attention", "--data.balance_method=karmarkar_karp"]
+    args += ["--data.balance_cost={linear: 2.0, quadratic: 0.5}", "--data.max_tokens_per_rank=5000"]
+    data = Built("fit", [f"--data.path={prepared}", *SMALL, *args, "--data.stochastic_length.gamma=1.5"]).datamodule
+    assert data.tokens_per_batch == "auto"
+    assert data.sharing == Sharing("karmarkar_karp", CostModel(2.0, 0.5), 5000)
+    assert data.stochastic_length == StochasticLength(alpha=1.7, gamma=1.5)
 
 
 @pytest.mark.parametrize(
