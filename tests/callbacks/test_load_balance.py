@@ -132,9 +132,10 @@ def test_every_step_is_logged_without_asking_other_ranks(name, first, tmp_path, 
     out = capsys.readouterr().out
     assert f"Load balance of {2 * steps} steps on 4 ranks" in out
     assert f"{np.mean(callback.before.delays):.2f} %" in out
+    assert ("balance: tokens" in out) == (name == "slices")
     assert f"{np.mean(callback.after.delays):.2f} %" in out
     assert str(tmp_path / "load_balance.png") in out
-    assert imread(tmp_path / "load_balance.png").shape[1] == 1500
+    assert imread(tmp_path / "load_balance.png").shape[1] == 1650
 
 
 def test_other_ranks_do_nothing(tmp_path, capsys):

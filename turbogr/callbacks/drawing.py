@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from turbogr.callbacks.intervals import Intervals
 from turbogr.callbacks.throughput import METRIC as TOKENS_PER_SECOND
@@ -156,7 +157,7 @@ def draw_balance(panels: dict[str, dict[str, Sequence[float]]], path: Path, titl
         path: PNG to write.
         title: of the figure.
     """
-    figure = _figure((10, 3.6), title)
+    figure = _figure((11, 3.6), title)
     for axes, (measure, ways) in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True):
         _style(axes, measure)
         values = [np.asarray(way, dtype=np.float64) for way in ways.values()]
@@ -165,7 +166,9 @@ def draw_balance(panels: dict[str, dict[str, Sequence[float]]], path: Path, titl
         for name, value, colour in zip(ways, values, colours, strict=True):
             axes.hist(value, edges, color=colour, alpha=0.8, label=f"{name}: mean {value.mean():,.4g}")
         axes.set_ylabel("steps", fontsize=9, color=INK)
-        axes.legend(fontsize=8.5, frameon=False)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(0, axes.get_ylim()[1] * (1.08 + 0.14 * len(ways)))  # room for the legend
+        axes.legend(loc="upper right", fontsize=7.5, frameon=False)
     replace_file(path, lambda temporary: figure.savefig(temporary, format="png"))
 
 

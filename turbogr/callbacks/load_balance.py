@@ -120,14 +120,20 @@ class LoadBalance(Callback):
             return
         path = self.path or Path(trainer.default_root_dir) / "load_balance.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        ways = {"before, plain slices": self.before} if len(self.before) else {}
-        ways[f"as trained{', ' if self._way else ''}{self._way}"] = self.after
+        if self._way == "slices":
+            ways, advice = (
+                {"as trained, plain slices": self.after},
+                ["balance: tokens, of the data module, would share them out"],
+            )
+        else:
+            ways = {"before, plain slices": self.before} if len(self.before) else {}
+            ways[f"as trained{', ' if self._way else ''}{self._way}"] = self.after
+            advice = []
         title = f"Load balance of {len(self.after):,} steps on {trainer.world_size} ranks"
         measures = {"Largest token difference": "differences", "Imbalance delay, %": "delays", "Wasted compute, %": "wasted"}
         draw_balance({m: {w: getattr(loads, name) for w, loads in ways.items()} for m, name in measures.items()}, path, title)
-        print_table(
-            title, _table({way: loads.figures(trainer.world_size) for way, loads in ways.items()}), f"written: {shown(path)}"
-        )
+        table = _table({way: loads.figures(trainer.world_size) for way, loads in ways.items()})
+        print_table(title, table, *advice, f"written: {shown(path)}")
 
     def _planned(self, batches: EpochBatches, number: int) -> tuple[float, float, float]:
         """Takes down what each rank has in batch `number` of all epochs, and would have had as slices."""
