@@ -130,7 +130,7 @@ def test_dense_gradients_are_reduced_within_the_backward_pass(ranks, name):
 def test_groups_exchange_values(ranks):
     found = spans_of(ranks["semi_async, 2 groups"][0])
     assert {("values", batch) for batch in range(6, 9)} <= found.keys()
-    assert {("row numbers", batch) for batch in range(8, 10)} <= found.keys()
+    assert {("row numbers", batch) for batch in (9, 10)} <= found.keys()
 
 
 @pytest.mark.parametrize("name", ["balanced", "unbalanced"])
