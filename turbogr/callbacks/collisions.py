@@ -70,7 +70,8 @@ class Figures:
             different steps share a row; nan for a single step.
         repeated: sum over s of |R^s and R^(s-1)| / sum over s of |R^s|, over the steps whose predecessor belongs to the window
             and to the same epoch: the share of a step's rows that the step before looked up too. These rows, and no others,
-            are read before their last update under mode semi_async. nan where there is no such step.
+            are read before their last update under mode semi_async (with accumulation, by the step's first batch alone). nan
+            where there is no such step.
     """
 
     steps: int
