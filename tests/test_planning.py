@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from tests.data.make import write_prepared
 from turbogr.data.datamodule import SequenceDataModule
+from turbogr.data.stochastic_length import StochasticLength
 from turbogr.dry_run import DryRun
 from turbogr.errors import ConfigurationError, DataError
 from turbogr.flops import causal_pairs, padded_pairs
@@ -128,7 +129,9 @@ def test_a_real_call_is_counted_by_the_values_of_its_offsets():
     assert counts == [2 * 2 * pairs * (2 * 3 + 5 * 3) for pairs in (55 + 55, 1 + 190)]
 
 
-def test_data_are_those_of_an_epoch(data):
+@pytest.mark.parametrize("options", [{}, {"tokens_per_batch": 50}, {"stochastic_length": StochasticLength(1.8)}])
+def test_data_are_those_of_an_epoch(prepared, options):
+    data = SequenceDataModule(prepared, batch_size=9, max_length=24, num_negatives=R, num_workers=0, seed=3, **options)
     found = plan(on_meta(BACKBONES["hstu"]), data).data
     epoch = list(data.train_dataloader())
     tokens = torch.tensor([batch.num_tokens for batch in epoch]).double()
