@@ -331,8 +331,9 @@ def _table(window: Window) -> Table:
     divided = {"computing": shares.computing, "exposed communication": shares.exposed, "idle": shares.idle}
     for name, share in (divided | {"step": 1.0}).items():
         table.add_row(name, f"{share:.2%}", f"{share * step * 1e3:.2f}", end_section=name in ("idle", "step"))
-    table.add_row("communication, hidden or not", f"{shares.communication:.2%}", f"{shares.communication * step * 1e3:.2f}")
-    table.add_row("  of it hidden", f"{shares.hidden:.2%}", f"{(shares.communication - shares.exposed) * step * 1e3:.2f}")
+    if sent := shares.communication:
+        table.add_row("communication, hidden or not", f"{sent:.2%}", f"{sent * step * 1e3:.2f}")
+        table.add_row("  of it hidden", f"{shares.hidden:.2%}", f"{(sent - shares.exposed) * step * 1e3:.2f}")
     waits: dict[str, float] = defaultdict(float)
     for span in window.touching():
         if span.resource == "wait":
