@@ -14,7 +14,7 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-_ROUNDS = 48  # of exchanges, at most
+_ROUNDS, _FEWEST, _WORTH = 48, 12, 16_384  # rounds of exchanges, at most: of many ranks fewer, this many over their number
 _PAIRS = 64  # of ranks that exchange in a round, at most
 _SLOTS = 24  # histories of a rank that a round considers, at most
 _ENOUGH = 5e-4  # of the mean load: exchanges end when the heaviest rank is no further above it
@@ -127,7 +127,7 @@ def exchanged(costs: Float64Array, plan: list[list[int]], tokens: Int64Array, ca
     window = min(width, _SLOTS)
     pair = np.arange(pairs)
     idle = 0
-    for number in range(_ROUNDS):
+    for number in range(min(_ROUNDS, max(_FEWEST, _WORTH // ranks))):
         order = np.argsort(loads, kind="stable")
         if loads[order[-1]] - mean <= _ENOUGH * mean or idle == ranks - pairs:
             break
