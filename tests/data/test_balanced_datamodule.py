@@ -14,6 +14,7 @@ from tests.data.make import write_prepared
 from tests.data.test_ranks import joined, make
 from tests.data.test_resume import Stop, assert_resumes_exactly, run
 from turbogr.data.balance import CostModel
+from turbogr.data.stochastic_length import StochasticLength
 from turbogr.errors import ConfigurationError
 
 USERS = 43
@@ -76,7 +77,14 @@ def test_workers_change_nothing(folder: Path, name: str):
     assert batches(2) == batches(0)
 
 
-@pytest.mark.parametrize("options", [{"tokens_per_batch": "auto"}, {"tokens_per_batch": 33, "balance": "tokens"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens_per_batch": "auto"},
+        {"tokens_per_batch": 33, "balance": "tokens"},
+        {"stochastic_length": StochasticLength(1.2), "max_length": 20},
+    ],
+)
 @pytest.mark.parametrize(("place", "count"), [("on_train_batch_end", 3), ("Ctrl-C", 8), ("on_train_epoch_end", 1)])
 def test_resumed_run_equals_uninterrupted_run(folder: Path, tmp_path: Path, options: dict, place: str, count: int):
     checkpoint = tmp_path / "stop.ckpt"

@@ -16,6 +16,7 @@ from tests.distributed.strategy_cases import SignalOn, digest, fit
 from turbogr.callbacks.resume import LastCheckpoint, TrainingInterrupted
 from turbogr.data.balance import CostModel
 from turbogr.data.samplers import EpochBatches
+from turbogr.data.stochastic_length import StochasticLength
 from turbogr.errors import ConfigurationError
 from turbogr.strategies import TurboGRStrategy
 
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulated, tokens": (TOKENS, WHOLE | {"accumulate_grad_batches": 3}),
     "validated, off": (OFF, WHOLE | {"val_check_interval": 3}),
     "validated, tokens": (TOKENS, WHOLE | {"val_check_interval": 3}),
+    "thinned": ({"stochastic_length": StochasticLength(1.4, 1.0)}, WHOLE),
     "worker, tokens": (TOKENS | {"num_workers": 1}, WHOLE),
 }
 MODES = ("sync", "semi_async")

@@ -114,6 +114,16 @@ def test_workers_change_nothing(two, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_ranks_thin_their_histories_to_one_target(two, mode):
+    thinned, whole = two[f"thinned, {mode}"], two[f"epochs, off, {mode}"]
+    assert [report["users"] for report in thinned] == [report["users"] for report in whole]
+    (a, b), every = ([np.array(report["tokens"]) for report in reports] for reports in (thinned, whole))
+    full = [step for step in range(8) if step % 4 < 3]  # the last of an epoch is one user
+    assert np.abs(a - b)[full].max() <= 1 < np.abs(every[0] - every[1])[full].max()
+    assert (a + b)[full].sum() < sum(every)[full].sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(two, mode):
     for report in two[f"resumed, {mode}"]:
         assert report["stopped"]["users"] + report["rest"]["users"] == report["whole"]["users"]
