@@ -1,11 +1,11 @@
 """Load balancing (TurboGR, section 4.1.3): simulated with real users' lengths on up to 1,536 ranks, measured on gloo ranks.
 
-Simulation: the steps of shuffled epochs are shared out in three ways: equally many users a rank (fixed batch size); longest
-first (the paper's rule) on the same batches; and ours, batches cut by tokens and shared out by `turbogr.data.balance.assign`.
-For each: the difference of tokens between the heaviest and the lightest rank, mean over steps; how long the lightest rank waits,
-in % of the step; and how long a rank waits on average. The paper does not give its batch and cap: those that come closest to all
-four figures of its Table 3 are looked for first. Lengths are real where the statistics of KuaiRand-27K and Amazon Beauty are
-found, else drawn.
+Simulation: the steps of shuffled epochs are shared out in three ways: equally many users a rank (fixed batch size);
+longest first (the paper's rule) on the same batches; and ours, batches cut by tokens and shared out by
+`turbogr.data.balance.assign`. For each: the difference of tokens between the heaviest and the lightest rank, mean over steps;
+how long the lightest rank waits, in % of the step; and how long a rank waits on average. The paper does not give its batch and
+cap: those that come closest to all four figures of its Table 3 are looked for first. Lengths are real where the statistics of
+KuaiRand-27K and Amazon Beauty are found, else drawn.
 
 Measured: HSTU trained by `Trainer` and `TurboGRStrategy` on 2 and 4 gloo ranks, with the data module's `balance` off and on, in
 turns, in the same processes. A step trains the same users either way, so that steps are compared one by one.
@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from _lengths import BEAUTY_NAME, Histories, Steps, amazon_beauty, draw_steps, kuairand_clicks, loads
 from _balanced import measurement
+from _lengths import BEAUTY_NAME, Histories, Steps, amazon_beauty, draw_steps, kuairand_clicks, loads
 from _report import Report, parse_arguments
 from _results import SHARED_DATA, markdown_table
 
@@ -116,9 +116,7 @@ def guesses(histories: Histories, caps: Sequence[int | None], batches: Sequence[
     found = []
     for cap, batch in itertools.product(caps, batches):
         lengths, users = histories.capped(cap), batch * PAPER_RANKS
-        steps = draw_steps(
-            lengths, users, number_of_steps(users, True if quick else False) // (1 if quick else 2) or 1
-        ).by_users
+        steps = draw_steps(lengths, users, number_of_steps(users, quick)).by_users
         before, after = (imbalance(loads(steps, PAPER_RANKS, plan, TOKENS)) for plan in (slices, paper_rule))
         found.append(Guess(cap, batch, before, after))
     return found
