@@ -11,8 +11,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from matplotlib.image import imread
 from torch.utils.data import DataLoader
 
+from tests.data.make import write_prepared
+from tests.distributed import strategy_cases
 from turbogr.callbacks.timeline import RESOURCES, Timeline, Window, chrome_trace, tracks
 from turbogr.errors import ConfigurationError
+from turbogr.strategies import TurboGRStrategy
 from turbogr.tracing import Span, Trace
 
 
@@ -230,3 +233,21 @@ def test_the_picture_shows_batches_in_colours(window, tmp_path):
     assert there(ORANGE)
     assert not there("#00ff00")
     assert len(set(BATCH_COLOURS)) == 8
+
+
+def test_one_rank_of_the_strategy(tmp_path):
+    """Nothing travels, everything else is there."""
+    timeline = Timeline(4, 2, path=tmp_path / "t.json")
+    folder = write_prepared(tmp_path / "p", num_users=110, num_items=60, seed=1)
+    strategy_cases.fit(folder, 1, TurboGRStrategy(), [timeline], data={"batch_size": 8}, limit_train_batches=12)
+    assert timeline.window.steps == 2
+    assert timeline.window.shares.communication == 0
+    assert timeline.window.shares.computing > 0
+    assert {span.name for span in timeline.window.spans} >= {
+        "load",
+        "distinct rows",
+        "look-up",
+        "forward",
+        "backward",
+        "update",
+    }

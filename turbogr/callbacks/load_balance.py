@@ -201,8 +201,11 @@ class Loads:
 
 
 def _loads(histories: list[Int64Array], cost: CostModel) -> tuple[Int64Array, Float64Array]:
-    tokens = np.array([own.sum() for own in histories], dtype=np.int64)
-    return tokens, np.array([cost(own).sum() for own in histories], dtype=np.float64)
+    """Tokens and costs of each rank; of all at once, for there may be thousands."""
+    together = np.concatenate(histories)
+    ends = np.cumsum([len(own) for own in histories])
+    tokens, costs = (np.concatenate([[0], np.cumsum(values)])[ends] for values in (together, cost(together)))
+    return np.diff(tokens, prepend=0), np.diff(costs, prepend=0.0)
 
 
 def _table(ways: dict[str, Imbalance]) -> Table:
