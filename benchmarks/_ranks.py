@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import queue
 import tempfile
@@ -17,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 
-def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout_s: float = 300.0) -> list[Any]:
+def run_on_ranks(
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    timeout_s: float = 300.0,
+    prepare: Callable[[int], str] | None = None,
+) -> list[Any]:
     """What `function(*arguments)` returns on every rank, in the order of the ranks; a default process group is open.
 
     Args:
@@ -25,16 +32,21 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, time
         ranks: how many processes.
         arguments: can be pickled, as can the results.
         timeout_s: seconds, after which the ranks are ended.
+        prepare: called on every rank, with its number, before its process group is opened; returns the back end's name. None
+            takes gloo.
 
     Raises:
         SystemExit: if a rank fails, with its traceback, or at the timeout.
     """
     context = multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by a rank as it starts; holds for threads that it begins later, too
     answers: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(target=_rank, args=(answers, store, rank, ranks, timeout_s, function, arguments), daemon=True)
+            context.Process(
+                target=_rank, args=(answers, store, rank, ranks, timeout_s, prepare, function, arguments), daemon=True
+            )
             for rank in range(ranks)
         ]
         for process in processes:
@@ -70,11 +82,19 @@ def _collect(answers: Any, processes: list[Any], deadline: float) -> list[Any]:
 
 
 def _rank(
-    answers: Any, store: str, rank: int, ranks: int, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
+    answers: Any,
+    store: str,
+    rank: int,
+    ranks: int,
+    timeout_s: float,
+    prepare: Callable[[int], str] | None,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    backend = "gloo" if prepare is None else prepare(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
     )
     try:
         # Pickled here: the queue would pass tensors as handles, which are gone when this process is.
