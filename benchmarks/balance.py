@@ -265,7 +265,7 @@ def simulation(report: Report, data: Path, quick: bool) -> None:
     clicks, beauty = kuairand_clicks(data), amazon_beauty(data)
     for histories in (clicks, beauty):
         report.note(f"{histories.name}: {'real lengths' if histories.real else 'lengths drawn, the real ones were not found'}.")
-    found = guesses(clicks, CAPS, KUAIRAND_BATCHES, True)
+    found = guesses(clicks, CAPS, KUAIRAND_BATCHES, quick)
     likely = sorted(found, key=lambda guess: guess.apart(KUAIRAND_PAPER))[:3]
     likely += sorted(found, key=lambda guess: guess.apart(KUAIRAND_PAPER, True))[:4]
     figures = (KUAIRAND_PAPER.before, KUAIRAND_PAPER.wait_before, KUAIRAND_PAPER.after, KUAIRAND_PAPER.wait_after)
@@ -273,7 +273,7 @@ def simulation(report: Report, data: Path, quick: bool) -> None:
     header = ["tokens", "batch", "difference", "longest wait", "rule: difference", "longest wait"]
     print("The paper's batch: nearest in all four figures (3), in the first (4)\n")
     print(markdown_table(header, rows, left=0), flush=True)
-    batch = min(guesses(beauty, [None], BEAUTY_BATCHES, True), key=lambda guess: guess.apart(AMAZON_PAPER, True)).batch
+    batch = min(guesses(beauty, [None], BEAUTY_BATCHES, quick), key=lambda guess: guess.apart(AMAZON_PAPER, True)).batch
     add_simulated(report, clicks, SETTINGS, quick)
     add_simulated(report, beauty, [(None, batch)], quick)
     print(f"Longest wait in cost, {PAPER_RANKS} ranks, by what is balanced (attention of width {WIDTH})\n")
