@@ -72,6 +72,7 @@ class Fit:
         progress = Trainer(logger=False, enable_progress_bar=False).fit_loop.epoch_loop.batch_progress
         self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
         self.strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=self.gathered)
+        self._logger_connector = SimpleNamespace(should_update_logs=True)
         self.gathers = 0
 
     def log(self, name, value, on_step, **_):
@@ -136,6 +137,14 @@ def test_every_step_is_logged_without_asking_other_ranks(name, first, tmp_path, 
     assert f"{np.mean(callback.after.delays):.2f} %" in out
     assert str(tmp_path / "load_balance.png") in out
     assert imread(tmp_path / "load_balance.png").shape[1] == 1650
+
+
+def test_steps_that_loggers_do_not_want_are_still_counted(tmp_path):
+    callback, trainer = LoadBalance(), Fit(tmp_path, SimpleNamespace(batches=batches("greedy")))
+    trainer._logger_connector.should_update_logs = False
+    trainer.run(callback, range(5))
+    assert not trainer.logged
+    assert len(callback.after) == 5
 
 
 def test_other_ranks_do_nothing(tmp_path, capsys):

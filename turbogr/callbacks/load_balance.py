@@ -28,7 +28,8 @@ DIFFERENCE, DELAY, WASTED = "train/token_difference", "train/imbalance_delay", "
 class LoadBalance(Callback):
     """Logs how unequal the ranks of each step are, and compares with plain slices of the same batches at the end.
 
-    Logged at every step, from lengths alone, so that no rank waits for another:
+    Taken down at every step, from lengths alone, so that no rank waits for another, and logged at those whose values loggers get
+    (`Trainer(log_every_n_steps=...)`):
 
     - "train/token_difference": tokens of the rank with most, less those of the rank with fewest;
     - "train/imbalance_delay": %, the share of the step that the lightest rank waits for the heaviest, (most - least) / most;
@@ -98,8 +99,10 @@ class LoadBalance(Callback):
             progress = trainer.fit_loop.epoch_loop.batch_progress.total
             assert isinstance(progress, _ProcessedTracker)
             step = self._planned(self._batches, progress.processed - 1)
-            for name, value in ((DIFFERENCE, step[0]), (DELAY, step[1]), (WASTED, step[2])):
-                pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
+            # A value that no logger gets would still be copied to the device.
+            if trainer._logger_connector.should_update_logs:  # as Lightning's own monitors ask
+                for name, value in zip((DIFFERENCE, DELAY, WASTED), step, strict=True):
+                    pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1, rank_zero_only=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gathers what was counted; all ranks come here, after equally many steps."""
