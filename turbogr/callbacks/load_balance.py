@@ -28,8 +28,8 @@ DIFFERENCE, DELAY, WASTED = "train/token_difference", "train/imbalance_delay", "
 class LoadBalance(Callback):
     """Logs how unequal the ranks of each step are, and compares with plain slices of the same batches at the end.
 
-    Taken down at every step, from lengths alone, so that no rank waits for another, and logged at those whose values loggers get
-    (`Trainer(log_every_n_steps=...)`):
+    Taken down at every step, from lengths alone, so that no rank waits for another, and logged at those of which loggers get
+    values (`Trainer(log_every_n_steps=...)`):
 
     - "train/token_difference": tokens of the rank with most, less those of the rank with fewest;
     - "train/imbalance_delay": %, the share of the step that the lightest rank waits for the heaviest, (most - least) / most;
