@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from turbogr.errors import DataError, MissingDependencyError
+from turbogr.ops.copies import note_host_copy
 
 if TYPE_CHECKING:
     from torchrec import KeyedJaggedTensor
@@ -115,7 +116,9 @@ class JaggedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedBatch:
         """The same batch on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        note_host_copy(moved.offsets, self.offsets)  # operators plan by lengths, and need not wait for the device to know them
+        return moved
 
     def pin_memory(self) -> JaggedBatch:
         """The same batch in page-locked memory, from which copies to a device are asynchronous."""

@@ -96,7 +96,7 @@ def train(
                 seed(epoch, k)
             request = table.request(model.sparse_features(batch))
             leaf = table.weight.detach()[request.ids].requires_grad_()
-            rows.lookup = Lookup(request.ids, leaf, request.index)
+            rows.lookup = Lookup(request.ids, leaf, request.index, request.sizes)
             if k % accumulate == 0:
                 optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():

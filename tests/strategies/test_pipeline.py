@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from turbogr.strategies.agreement import StopRequest
 from turbogr.strategies.pipeline import Mode, Pipeline, Schedule, Stage
+from turbogr.strategies.transfer import Transfer
 
 
 class Recorder:
@@ -56,8 +58,9 @@ def pipeline(
     count: int, end: float = float("inf"), mode: Mode = "semi_async", in_flight: int = 6, first: int = 0
 ) -> tuple[Pipeline, list[str]]:
     log: list[str] = []
+    at_once = Transfer(torch.device("cpu"), lambda host: host)
     module = SimpleNamespace(sparse_features=lambda batch: batch, sample_count=lambda batch: 1)
-    made = Pipeline(Recorder(log), module, lambda host: host, StopRequest(), mode, in_flight)
+    made = Pipeline(Recorder(log), module, at_once, StopRequest(), mode, in_flight)
     made.begin(Numbers(count, log, first), lambda: (first, end))
     return made, log
 

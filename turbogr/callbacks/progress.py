@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
+LOSS = "train/loss"
+
 
 class EpochBar(RichProgressBar):
-    """Lightning's bar, on stderr, and counting epochs from 1 as everything else here does."""
+    """Lightning's bar, on stderr, and counting epochs from 1 as everything else here does.
+
+    It shows the loss of the last step whose values loggers got: to read it at every step would be to wait for the device.
+    """
 
     def __init__(self) -> None:
         super().__init__(leave=False, console_kwargs={"stderr": True})
+        self._loss: float | None = None
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """What Lightning shows, and the loss."""
+        metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)
+        if self._loss is None or trainer._logger_connector.should_update_logs:
+            loss = trainer.callback_metrics.get(LOSS)
+            self._loss = None if loss is None else float(loss)
+        return metrics if self._loss is None else {**metrics, LOSS: self._loss}
 
     def _get_train_description(self, current_epoch: int) -> str:
         # As wide as the line of validation, lest the bar jump.
@@ -27,7 +42,7 @@ class EpochLines(Callback):
         metrics: names to show, in this order; those that were not logged are left out.
     """
 
-    def __init__(self, metrics: tuple[str, ...] = ("train/loss", "val/HR@10", "val/NDCG@10")) -> None:
+    def __init__(self, metrics: tuple[str, ...] = (LOSS, "val/HR@10", "val/NDCG@10")) -> None:
         self.metrics = tuple(metrics)
         self._start = time.monotonic()
 

@@ -18,8 +18,8 @@ class Throughput(Callback):
 
     The time includes waiting for data and everything else between two training steps, except validation. The progress bar
     shows the value at every step; loggers get it every `Trainer(log_every_n_steps=...)` steps, and then a new average begins.
-    On devices that work asynchronously a single step's value is not to be trusted, the logged average is. With several ranks
-    their tokens are summed, and the value shown, only when loggers want it: no step in between waits for others or a device.
+    On devices that work asynchronously, and with several ranks, whose tokens are summed, the value is shown only when loggers
+    want it: no step in between waits for a device or for others.
 
     Attributes:
         tokens: int, tokens that all ranks have trained in this fit, up to the last time they were summed.
@@ -54,7 +54,7 @@ class Throughput(Callback):
         self._own += batch.num_tokens
         # The same question that Lightning's own monitors ask: do loggers get this step's values? All ranks answer alike.
         logged = trainer._logger_connector.should_update_logs
-        if not logged and trainer.world_size > 1:
+        if not logged and (trainer.world_size > 1 or pl_module.device.type != "cpu"):
             return
         self._sum(trainer)
         seconds = self.seconds - self._seconds_logged

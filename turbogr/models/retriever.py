@@ -134,7 +134,8 @@ class GenerativeRetriever(pl.LightningModule):
         output = normalised(self.backbone(tokens, batch), backend=self.backbone.backend)
         items = normalised(items, backend=lookup.backend)
         loss = self.loss(output, items, lookup.index[TARGETS], lookup.index[NEGATIVES])
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=self.sample_count(batch))
+        # Not for the bar: Lightning reads what is shown there at every step, and would wait for the device.
+        self.log("train/loss", loss.detach(), batch_size=self.sample_count(batch))
         return loss
 
     def on_fit_start(self) -> None:

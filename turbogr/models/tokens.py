@@ -140,12 +140,11 @@ class Tokens(nn.Module):
 
     def _split(self, lookup: Lookup) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
         """Rows of the distinct items; feature -> its distinct rows, and which of them each item or event has."""
-        stops = torch.tensor(list(accumulate(self.tables.values())), device=lookup.ids.device)
-        edges = [0, *torch.searchsorted(lookup.ids, stops).tolist()]
+        sizes = [lookup.sizes[name] for name in self.tables]
         # Split, so that each table's gradient has that table's rows alone, and all of them become one in a single pass.
-        items, *features = lookup.rows.split([b - a for a, b in pairwise(edges)])
+        items, *features = lookup.rows.split(sizes)
         names = [name for name in self.tables if name != ITEMS]
-        parts = zip(names, features, edges[1:], strict=False)
+        parts = zip(names, features, accumulate(sizes), strict=False)
         return items, {name: (rows, lookup.index[name] - start) for name, rows, start in parts if name in lookup.index}
 
     def _combined(self, side: str, base: Tensor, found: dict[str, tuple[Tensor, Tensor]], backend: Backend) -> Tensor:

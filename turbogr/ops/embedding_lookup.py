@@ -23,7 +23,7 @@ from turbogr.ops.backend import Backend, check_backend, kernel_for
 from turbogr.ops.embedding_native import KERNEL
 from turbogr.ops.jagged import check_devices
 from turbogr.ops.registry import register_loadable
-from turbogr.ops.unique import unique_segments
+from turbogr.ops.unique import NARROW
 
 OPERATOR = "turbogr::jagged_embedding_lookup"
 
@@ -220,11 +220,12 @@ def _lookup_backward(
 
 
 def _sums(gradient: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-    sums = gradient.new_zeros(num_rows, gradient.shape[1])
-    if num_rows and ids.numel():
-        unique, _, order, starts = unique_segments(ids, num_rows, backend="torch")
-        sums.index_copy_(0, unique, segment_sums(gradient, order, starts))
-    return sums
+    if not num_rows or not ids.numel():
+        return gradient.new_zeros(num_rows, gradient.shape[1])
+    # A segment for every row, found or not: how many are found is what a device would have to be asked.
+    ordered, order = (ids.int() if num_rows < NARROW else ids).sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(num_rows + 1, dtype=ordered.dtype, device=ids.device))
+    return segment_sums(gradient, order, starts)
 
 
 def segment_sums(gradient: Tensor, order: Tensor, starts: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from turbogr.ops.copies import on_host, to_device
+
 MAX_WASTE = 1.2
 """A group's padded score elements per valid one, beyond FREE_WASTE."""
 
@@ -129,7 +131,8 @@ class Layout:
 
     def __init__(self, offsets: Tensor, heads: int) -> None:
         self.heads = heads
-        lengths = offsets.diff().tolist()
+        host = on_host(offsets)
+        lengths = host.diff().tolist()
         self.groups: list[Group] = []
         starts, strides = [0] * len(lengths), [0] * len(lengths)
         padded = 0
@@ -140,8 +143,8 @@ class Layout:
                 starts[b], strides[b] = padded, group.length
                 padded += group.length
         self.padded = padded
-        start, stride = torch.tensor([starts, strides], dtype=torch.int64).to(offsets.device)
-        self._tokens = int(offsets[-1])
+        start, stride = to_device(torch.tensor([starts, strides], dtype=torch.int64), offsets.device)
+        self._tokens = int(host[-1])
         sequence = torch.arange(len(lengths), device=offsets.device).repeat_interleave(offsets.diff(), output_size=self._tokens)
         position = torch.arange(self._tokens, device=offsets.device) - offsets[sequence]
         self._place = start[sequence] + position

@@ -127,9 +127,8 @@ def row_sums(weights: Tensor, output: Tensor, index: Tensor, num_rows: int) -> T
         return sums
     # One bag of tokens a row. Narrow integers are sorted in half the time.
     flat = index.flatten()
-    order = (flat.int() if num_rows <= torch.iinfo(torch.int32).max else flat).argsort(stable=True)
-    offsets = flat.new_zeros(num_rows + 1)
-    torch.cumsum(torch.bincount(flat, minlength=num_rows), 0, out=offsets[1:])
+    ordered, order = (flat.int() if num_rows <= torch.iinfo(torch.int32).max else flat).sort(stable=True)
+    offsets = torch.searchsorted(ordered, torch.arange(num_rows + 1, dtype=ordered.dtype, device=ordered.device))
     weight = weights.flatten().index_select(0, order)
     tokens = order.div_(index.shape[1], rounding_mode="floor")
     return F.embedding_bag(tokens, output, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)

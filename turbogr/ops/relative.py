@@ -74,7 +74,8 @@ class TimeGaps:
     def __init__(self, layout: Layout, query_times: Tensor, key_times: Tensor) -> None:
         ends = [end for times in (query_times, key_times) if times.numel() for end in times.aminmax()]
         base = torch.stack(ends).amin() if ends else 0
-        narrow = bool(ends) and int(torch.stack(ends).amax() - base) < 2**31 - 1
+        # On the host only: reading values from a device would wait for it.
+        narrow = bool(ends) and ends[0].device.type == "cpu" and int(torch.stack(ends).amax() - base) < 2**31 - 1
         dtype = torch.int32 if narrow else torch.int64
         self.query_times, self.key_times = (layout.spread_tokens((x - base).to(dtype)) for x in (query_times, key_times))
 
@@ -109,7 +110,10 @@ class TimeTable:
 
     def accumulate(self, by_pair: Tensor, buckets: Tensor) -> None:
         """Adds the gradients of a chunk's pairs."""
-        self.sums += torch.bincount(buckets, by_pair.double(), minlength=self.sums.numel())
+        if buckets.device.type == "cpu":
+            self.sums += torch.bincount(buckets, by_pair.double(), minlength=self.sums.numel())
+        else:  # bincount would read the largest bucket from the device
+            self.sums.index_add_(0, buckets, by_pair.double())
 
     def gradient(self) -> Tensor:
         """Of the whole table."""

@@ -29,7 +29,7 @@ timeout. So let the error end the process. The engine makes no collective while 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -37,11 +37,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from turbogr.errors import ConfigurationError
+from turbogr.ops.copies import to_device
 from turbogr.ops.embedding_lookup import jagged_embedding_lookup, sum_by_row
 from turbogr.sparse.accumulation import Touched, merge
 from turbogr.sparse.catalogue import Catalogue, LocalCatalogue
 from turbogr.sparse.exchange import ExchangeForm, ValueExchange
-from turbogr.sparse.lane import Lane, NoLane, ThreadLane, Ticket, lane_for
+from turbogr.sparse.host_features import HostFeatures
+from turbogr.sparse.lane import Lane, NoLane, ThreadLane, Ticket, copy_lane, lane_for
 from turbogr.sparse.sharded_catalogue import ShardedCatalogue
 from turbogr.sparse.sharding import Sharding
 from turbogr.sparse.shards import ShardedState, is_sharded, keep_part, local_tensors
@@ -126,12 +128,22 @@ class SparseEngine:
         table.engine = self
         self._trace = Trace() if trace is None else trace
         self._transport = Transport(topology, table.backend, self._trace)
-        alone = topology.world_size == 1
-        self._lane: Lane = NoLane() if alone else lane_for(table.weight.device, "turbogr-values")
-        self._host_lane: Lane = NoLane() if alone else ThreadLane("turbogr-ids")
+        self._host_lane: Lane = NoLane() if topology.world_size == 1 else ThreadLane("turbogr-ids")
+        self._host_features = HostFeatures()
         self._current: SparseBatch | None = None
         self._sent: list[_Sent] = []
         self._update: _Update | None = None
+
+    # Made when they are first used: a strategy shards tables before the module goes to its device.
+
+    @cached_property
+    def _lane(self) -> Lane:
+        alone = self.topology.world_size == 1
+        return NoLane() if alone else lane_for(self.table.weight.device, "turbogr-values")
+
+    @cached_property
+    def _copies(self) -> Lane:
+        return copy_lane(self.table.weight.device)
 
     # One batch, in the order of its steps.
 
@@ -139,15 +151,18 @@ class SparseEngine:
         """Finds a batch's distinct rows and their owners.
 
         Args:
-            features: name -> ids, as for the table.
+            features: name -> ids, as for the table, on the host; those of items may be on the device.
             number: of the batch, for the trace.
 
         Raises:
             DataError: if an id lies outside its table, with the feature, the id and the table's size.
         """
         with self._trace.span("distinct rows", number, "unique"):
-            request = self.table.request(features)
-            return SparseBatch(features, request, self.sharding.route(request.ids), number)
+            request = self.table.request(self._host_features.of(features))
+            batch = SparseBatch(features, request, self.sharding.route(request.ids), number)
+        device = self.table.weight.device
+        batch.index = self._copies.submit(lambda: {name: to_device(x, device) for name, x in request.index.items()})
+        return batch
 
     def receive_counts(self, batch: SparseBatch) -> list[int]:
         """Asks the group what `start_ids` needs to know, and waits; for those who have no better occasion to send it along."""
@@ -191,11 +206,12 @@ class SparseEngine:
             earlier: rows that are read as they were, instead.
         """
         with self._trace.span("look-up", batch.number, "compute"):
-            rows = jagged_embedding_lookup([self.table.weight.detach()], batch.asked, backend=self.table.backend)
+            weight = self.table.weight.detach()
+            rows = jagged_embedding_lookup([weight], to_device(batch.asked, weight.device), backend=self.table.backend)
             if earlier is not None and len(earlier.rows):
                 place = torch.searchsorted(earlier.rows, batch.asked).clamp_(max=len(earlier.rows) - 1)
                 known = earlier.rows[place] == batch.asked
-                rows[known] = earlier.values[place[known]]
+                rows[known] = earlier.values[place[known]].to(rows.device)
         received = rows
         if self.topology.group_size > 1:
             received = rows.new_empty(len(batch.request.ids), rows.shape[1])
@@ -203,7 +219,8 @@ class SparseEngine:
 
     def finish_rows(self, batch: SparseBatch) -> None:
         """Waits for the rows; `batch.lookup` is there afterwards."""
-        batch.lookup = Lookup(batch.request.ids, self._rows(batch).requires_grad_(), batch.request.index, self.table.backend)
+        request, rows = batch.request, self._rows(batch).requires_grad_()
+        batch.lookup = Lookup(request.ids, rows, batch.index.wait(), request.sizes, self.table.backend)
 
     def backward(self, batch: SparseBatch) -> None:
         """Begins to send the gradient of the batch's leaf to the owners, zeros where none has arrived; returns at once.
@@ -249,7 +266,8 @@ class SparseEngine:
             parts = [one.gradient.wait() for one in sent]
             gradient = parts[0]
             if inverse is not None:
-                gradient = sum_by_row(torch.cat(parts), inverse, len(touched.rows), backend=backend)
+                place = to_device(inverse, gradient.device)
+                gradient = sum_by_row(torch.cat(parts), place, len(touched.rows), backend=backend)
             if scale != 1.0:
                 gradient.mul_(scale)
             if exchanged is not None:
@@ -289,7 +307,7 @@ class SparseEngine:
             rows = update.rows[torch.isin(update.rows, read)]
             earlier = RowValues(rows, weight.detach()[rows])
         with torch.no_grad(), self._trace.span("update", update.number, "compute"):
-            rows = update.rows.to(weight.device)
+            rows = to_device(update.rows, weight.device)
             self.table.optimizer.step(weight, rows, gradient, self.table.backend, lr_scale)
         return earlier
 
@@ -333,7 +351,7 @@ class SparseEngine:
 
     def fetch(self, request: RowRequest) -> Tensor:
         """float [U, D], the rows as they are now; called by all ranks of a group together."""
-        batch = SparseBatch({}, request, self.sharding.route(request.ids))
+        batch = SparseBatch({}, request, self.sharding.route(request.ids.cpu()))
         self.start_ids(batch, self.receive_counts(batch))
         if batch.arrival is not None:
             batch.asked = batch.arrival.wait()
@@ -403,8 +421,13 @@ class SparseEngine:
 
 
 def _same(a: Tensor | SparseFeature | ItemFeature, b: Tensor | SparseFeature | ItemFeature) -> bool:
-    """Whether two features name the same rows; free where they are the same tensors, which is what modules return."""
+    """Whether two features name the same rows; free where they are the same tensors, which is what modules return.
+
+    Of tensors on a device shapes are compared, and nothing else: reading what is in them would wait for the device.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.device.type != "cpu":
+            return a.shape == b.shape
         where = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
         return a is b or (a.shape == b.shape and a.device == b.device and (where or torch.equal(a, b)))
     if isinstance(a, Tensor) or isinstance(b, Tensor):

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from turbogr.errors import ConfigurationError
+from turbogr.ops.copies import to_device
 from turbogr.ops.unique import NARROW, unique_ids
 
 ExchangeForm = Literal["auto", "gather", "two_phase"]
@@ -203,7 +204,7 @@ def _sum(parts: Sequence[Tensor], positions: Sequence[Tensor], out: Tensor) -> T
     """Adds the groups' rows one group after the other: positions of one group are distinct, so no order is left to chance."""
     out.zero_()
     for part, places in zip(parts, positions, strict=True):
-        out.index_add_(0, places.to(out.device), part)
+        out.index_add_(0, to_device(places, out.device), part)
     return out
 
 

@@ -148,6 +148,15 @@ class _OfStream(Generic[T]):
         return self._result
 
 
+def copy_lane(device: torch.device) -> Lane:
+    """Where copies to a device run beside its work.
+
+    What such a lane copies to is memory of its stream, and the caller's stream may use it without its being recorded there:
+    once it is given away, the next to write it is another copy, and that waits for all that the caller queued before.
+    """
+    return NoLane() if device.type == "cpu" else StreamLane(device)
+
+
 def lane_for(device: torch.device, name: str) -> Lane:
     """The kind of lane that a device has."""
     return ThreadLane(name) if device.type == "cpu" else StreamLane(device)

@@ -57,10 +57,11 @@ class RowRequest:
         ids: int64 [U], rows of EmbeddingTable's row space, ascending.
         index: feature -> int64 in the shape of its ids: where in `ids` each of them stands. An ItemFeature has one for each
             distinct item, of which there are U_i: int64 [U_i], in the order of the items, which are the first of `ids`.
+        sizes: table -> how many of `ids` are its rows; all tables, in the order of the row space.
     """
 
-    def __init__(self, ids: Tensor, index: dict[str, Tensor]) -> None:
-        self.ids, self.index = ids, index
+    def __init__(self, ids: Tensor, index: dict[str, Tensor], sizes: dict[str, int]) -> None:
+        self.ids, self.index, self.sizes = ids, index, sizes
 
 
 class Lookup:
@@ -69,14 +70,17 @@ class Lookup:
     Not a dataclass on purpose: Lightning moves and clones what is one.
 
     Attributes:
-        ids: int64 [U], distinct rows of EmbeddingTable's row space, ascending.
+        ids: int64 [U], distinct rows of EmbeddingTable's row space, ascending, on the device where they were found.
         rows: float [U, D], their embeddings; in training the leaf on which the batch's one gradient arrives.
         index: feature -> int64 in the shape of its ids: where in `ids` each of them stands; as in RowRequest.
+        sizes: table -> how many of `ids` are its rows; as in RowRequest.
         backend: of the look-ups below.
     """
 
-    def __init__(self, ids: Tensor, rows: Tensor, index: dict[str, Tensor], backend: Backend = "auto") -> None:
-        self.ids, self.rows, self.index = ids, rows, index
+    def __init__(
+        self, ids: Tensor, rows: Tensor, index: dict[str, Tensor], sizes: dict[str, int], backend: Backend = "auto"
+    ) -> None:
+        self.ids, self.rows, self.index, self.sizes = ids, rows, index, sizes
         self.backend: Backend = backend
 
     def __getitem__(self, feature: str) -> Tensor:
@@ -225,6 +229,7 @@ class EmbeddingTable(nn.Module):
             requested[table].append(name)
         found: list[Tensor] = []
         index: dict[str, Tensor] = {}
+        sizes = dict.fromkeys(self.spans, 0)
         count = 0
         # Table by table, the items first: what a property of the items looks up is known once they are distinct. Rows of one
         # table come before those of the next, so that the parts are ascending as a whole.
@@ -244,8 +249,10 @@ class EmbeddingTable(nn.Module):
             index |= {name: part.view(ids.shape) for name, ids, part in zip(names, asked, parts, strict=True)}
             start = self.spans[table].start
             found.append(unique + start if start else unique)
+            sizes[table] = len(unique)
             count += len(unique)
-        return RowRequest(found[0] if len(found) == 1 else torch.cat(found), {name: index[name] for name in features})
+        ids = found[0] if len(found) == 1 else torch.cat(found)
+        return RowRequest(ids, {name: index[name] for name in features}, sizes)
 
     def forward(self, features: Features) -> Lookup:
         """Looks up all features at once.
@@ -269,9 +276,9 @@ class EmbeddingTable(nn.Module):
             )
         request = self.request(features)
         if self.engine is not None:
-            return Lookup(request.ids, self.engine.fetch(request), request.index, self.backend)
+            return Lookup(request.ids, self.engine.fetch(request), request.index, request.sizes, self.backend)
         rows = jagged_embedding_lookup([self.weight.detach()], request.ids, backend=self.backend)
-        lookup = Lookup(request.ids, rows, request.index, self.backend)
+        lookup = Lookup(request.ids, rows, request.index, request.sizes, self.backend)
         if trains:
             lookup.rows.requires_grad_()
             self._pending.append(lookup)

@@ -7,11 +7,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from turbogr.ops.backend import Backend
+from turbogr.ops.copies import to_device
 from turbogr.ops.embedding_lookup import sum_by_row
 from turbogr.ops.unique import unique_ids
 from turbogr.sparse.accumulation import Touched
 from turbogr.sparse.exchange import union_of_rows
-from turbogr.sparse.lane import Ticket
+from turbogr.sparse.lane import Done, Ticket
 from turbogr.sparse.sharding import Route
 from turbogr.sparse.table import Features, Lookup, RowRequest
 from turbogr.sparse.topology import HSPTopology
@@ -26,7 +27,8 @@ class SparseBatch:
     Attributes:
         number: of the batch, for the trace.
         features: what it looks up.
-        request: the distinct rows behind them.
+        request: the distinct rows behind them; found on the host, whatever device trains.
+        index: the request's, on its way to the device.
         send_counts: [I], rows that this rank asks of each member.
         receive_counts: [I], rows that each member asks of this rank; from `start_ids` on.
         asked: int64 [R], rows of this rank's weight that the members ask for, member by member; from `finish_ids` on.
@@ -42,6 +44,7 @@ class SparseBatch:
         self.arrival: Ticket[Tensor] | None = None
         self.touched: Ticket[tuple[Touched, Tensor | None]] | None = None
         self.rows: Ticket[Tensor] | None = None
+        self.index: Ticket[dict[str, Tensor]] = Done(request.index)
 
 
 class Transport:
@@ -117,7 +120,7 @@ class Transport:
             counts = (batch.receive_counts, batch.send_counts)
             dist.all_to_all_single(received, gradient, *counts, group=self.topology.shard_pg)
         with self.trace.span("sum", batch.number, "compute"):
-            return sum_by_row(received, inverse, rows, backend=self.backend)
+            return sum_by_row(received, to_device(inverse, received.device), rows, backend=self.backend)
 
     def sum_over_members(self, value: Tensor) -> Tensor:
         """Sum of a number over the group, in the order of the members."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch import distributed
 
 from turbogr.accelerators.npu import BACKEND, NPU
 
@@ -18,3 +19,11 @@ class DDPOnNPU(DDPStrategy):
         if self._process_group_backend is None and self.root_device.type == NPU:
             return BACKEND
         return super()._get_process_group_backend()
+
+    def setup_distributed(self) -> None:
+        """As in DDPStrategy; on an NPU the process group is not bound to the device."""
+        super().setup_distributed()
+        if self.root_device.type == NPU:
+            # A bound device must be served by every group that is made later, and gloo, which speaks for the host, serves none.
+            default = distributed.distributed_c10d._get_default_group()
+            default.bound_device_id = None

@@ -10,10 +10,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import distributed as dist
 
 from turbogr.sparse.engine import RowValues, SparseEngine
+from turbogr.sparse.lane import Ticket
 from turbogr.sparse.table import Features
 from turbogr.sparse.transport import SparseBatch
 from turbogr.strategies.aggregation import loss_weight
 from turbogr.strategies.agreement import Agreed, Agreement, StopRequest
+from turbogr.strategies.transfer import Transfer
 from turbogr.tracing import Trace
 
 Mode = Literal["sync", "semi_async"]
@@ -80,7 +82,7 @@ class InFlight:
 
     Attributes:
         index: of the batch in its epoch.
-        batch: on the device; None where this rank has no further batch.
+        batch: on its way to the device; None where this rank has no further batch.
         sparse: its rows' way.
         agreement: with the other ranks.
         stage: how far it has come.
@@ -88,7 +90,7 @@ class InFlight:
         receive_counts: as in SparseEngine.start_ids, from stage AGREED on.
     """
 
-    def __init__(self, index: int, batch: Any, sparse: SparseBatch | None, agreement: Agreement) -> None:
+    def __init__(self, index: int, batch: Ticket[Any] | None, sparse: SparseBatch | None, agreement: Agreement) -> None:
         self.index, self.batch, self.sparse, self.agreement = index, batch, sparse, agreement
         self.stage = Stage.LOADED
         self.weight = 1.0
@@ -137,7 +139,7 @@ class Pipeline:
     Args:
         engine: keeps the rows.
         module: says what a batch looks up.
-        to_device: moves a host batch; applied as it is loaded.
+        transfer: moves batches; applied as they are loaded.
         stop: tells of signals.
         mode: see above.
         batches_in_flight: n, 2 or more. What is trained does not depend on it.
@@ -152,13 +154,13 @@ class Pipeline:
         self,
         engine: SparseEngine,
         module: SparseModule,
-        to_device: Callable[[Any], Any],
+        transfer: Transfer,
         stop: StopRequest,
         mode: Mode = "sync",
         batches_in_flight: int = 6,
         trace: Trace | None = None,
     ) -> None:
-        self.engine, self.module, self.to_device, self.stop, self.mode = engine, module, to_device, stop, mode
+        self.engine, self.module, self.transfer, self.stop, self.mode = engine, module, transfer, stop, mode
         self.schedule = Schedule.of(mode, batches_in_flight)
         self._trace = Trace() if trace is None else trace
         topology = engine.topology
@@ -222,7 +224,8 @@ class Pipeline:
         while self._queue and self._queue[0].index < batch.index:
             self._queue.popleft()
         self._current = batch
-        return batch.batch
+        assert batch.batch is not None
+        return batch.batch.wait()
 
     def prepare(self) -> None:
         """Before the forward pass: the current batch's rows are here, gradients of the one before are on their way."""
@@ -315,10 +318,10 @@ class Pipeline:
             with self._trace.span("load", self._next, "data"):
                 host = self._source.pull()
                 if host is not None:
-                    batch = self.to_device(host)
+                    readable, batch = self.transfer.begin(host)
             if host is not None:
-                sparse = self.engine.prepare(self.module.sparse_features(batch), self._next)
-                samples, send_counts = self.module.sample_count(batch), sparse.send_counts
+                sparse = self.engine.prepare(self.module.sparse_features(readable), self._next)
+                samples, send_counts = self.module.sample_count(readable), sparse.send_counts
             agreement = Agreement(samples, send_counts, self.stop.asked, self._host_pg)
             self._queue.append(InFlight(self._next, batch, sparse, agreement))
             self._next += 1

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from turbogr.errors import ConfigurationError
 from turbogr.sparse.table import EmbeddingTable
 
-_HOOK = "on_before_batch_transfer"
+_HOOK, _AFTER = "on_before_batch_transfer", "on_after_batch_transfer"
 
 
 def only_table(module: LightningModule) -> EmbeddingTable:
@@ -61,7 +61,12 @@ def refuse_module(trainer: Trainer, module: LightningModule) -> None:
         if owner is not None and is_overridden(_HOOK, owner):
             raise ConfigurationError(
                 f"{type(owner).__name__}.{_HOOK} would run after the batch's rows were asked for: do its work in the loader's "
-                "collate_fn, or in transfer_batch_to_device or on_after_batch_transfer"
+                "collate_fn"
+            )
+        if owner is not None and trainer.strategy.root_device.type != "cpu" and is_overridden(_AFTER, owner):
+            raise ConfigurationError(
+                f"{type(owner).__name__}.{_AFTER} would change a batch whose rows were found on the host, before it was copied "
+                f"to {trainer.strategy.root_device}: do its work in the loader's collate_fn, or in training_step"
             )
 
 

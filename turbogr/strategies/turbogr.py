@@ -63,6 +63,7 @@ from turbogr.strategies.refusals import (
     refuse_precision,
     refuse_second_loader,
 )
+from turbogr.strategies.transfer import Transfer
 from turbogr.tracing import Trace
 
 _runs = itertools.count(1)
@@ -193,8 +194,9 @@ class TurboGRStrategy(DDPOnNPU):
             refuse_precision(self)
         self._shard(table)
         keep_from_ddp(module, table, self.engine)
+        transfer = Transfer(self.root_device, self._to_device)
         options = (self.mode, self.batches_in_flight, self.trace)
-        self.pipeline = Pipeline(self.engine, module, self._to_device, self.stop, *options)  # type: ignore[arg-type]
+        self.pipeline = Pipeline(self.engine, module, transfer, self.stop, *options)  # type: ignore[arg-type]
         self._lookahead = None
         super().setup(trainer)
         if self.world_size == 1:
