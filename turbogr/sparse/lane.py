@@ -128,19 +128,21 @@ class StreamLane:
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             result = work()
-        return _OfStream(result, self.stream.record_event(), work, self.device)
+        return _OfStream(result, self.stream.record_event(), work, self.stream)
 
     def close(self) -> None:
         """Nothing to end: what was queued will run."""
 
 
 class _OfStream(Generic[T]):
-    def __init__(self, result: T, done: torch.Event, work: Callable[[], T], device: torch.device) -> None:
-        self._result, self._done, self._device = result, done, device
+    def __init__(self, result: T, done: torch.Event, work: Callable[[], T], own: torch.Stream) -> None:
+        self._result, self._done, self._own = result, done, own
         self._work: Callable[[], T] | None = work
 
     def wait(self) -> T:
-        stream = torch.accelerator.current_stream(self._device)
+        stream = torch.accelerator.current_stream(self._own.device)
+        if stream == self._own:  # later work of the lane: it runs behind this one, and the caller's stream still does not wait
+            return self._result
         stream.wait_event(self._done)
         if isinstance(self._result, Tensor):
             self._result.record_stream(stream)  # it was made on the lane's stream, and is freed by the caller's
