@@ -167,7 +167,7 @@ def turn(side: Side, steps: int) -> Turn:
 def calibrate(link: Link, side: Side, steps: int, latency: float) -> float:
     """Bandwidth, bytes a second, that makes communication SHARE of a serial step; equal on all ranks."""
     bandwidth = float("inf")
-    for attempt in range(4):
+    for attempt in range(3):
         counted = 2 * steps if attempt else steps
         link.card.speed = Speed(bandwidth, latency)
         dist.barrier()
@@ -279,17 +279,28 @@ def check(apart: dict[str, float]) -> None:
 
 
 def rows(report: Report, ranks: list[dict[str, Any]]) -> None:
-    """Adds what was measured."""
+    """Adds what was measured.
+
+    Nothing is promised of ranks that share cores: they wait for each other's turn to compute. Of the smaller model of a quick
+    run no share of exposed communication is promised: what its last gradients need behind the backward pass is more of a step.
+    """
+    promised = len(ranks) <= (os.cpu_count() or 1)
     behind = {name: together([rank["turns"]["link"][name] for rank in ranks]) for name in ranks[0]["turns"]["link"]}
 
     def ratio(turns: dict[str, list[Turn]], slow: str, of: Callable[[Turn], float]) -> float:
         return statistics.median(of(a) / of(b) for a, b in zip(turns[slow], turns[SEMI], strict=True))
 
     exposed = 100 * median(behind[SEMI], lambda turn: turn.exposed)
-    report.add(f"{SEMI}: exposed communication", exposed, "% of step", at_most=5.4)
+    report.add(f"{SEMI}: exposed communication", exposed, "% of step", at_most=None if report.quick or not promised else 5.4)
     for slow, factor in ((SPARSE_DIST, 1.3), (SERIAL, 1.5), (SYNC, None), (PLAIN, None)):
         if slow in behind:
-            report.add(f"{SEMI}: speed over {slow}", ratio(behind, slow, _wall), "x", baseline=1.0, at_least=factor)
+            report.add(
+                f"{SEMI}: speed over {slow}",
+                ratio(behind, slow, _wall),
+                "x",
+                baseline=1.0,
+                at_least=factor if promised else None,
+            )
     free = {name: together([rank["turns"]["free"][name] for rank in ranks]) for name in ranks[0]["turns"]["free"]}
     for slow in (SPARSE_DIST, SERIAL) if free[SEMI] else ():
         report.add(f"{SEMI}: speed over {slow}, without the link", ratio(free, slow, _wall), "x", baseline=1.0)
