@@ -233,8 +233,7 @@ class Ours(pl.Callback):
     def __init__(self, model: GenerativeRetriever, batches: list[JaggedBatch], steps: int, **options: Any) -> None:
         self.model = model
         os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}  # as whoever starts ranks does for Lightning
-        self.strategy = TurboGRStrategy(process_group_backend=dist.get_backend(), **options)
-        self.strategy._ddp_kwargs["bucket_cap_mb"] = BUCKET_MB
+        self.strategy = TurboGRStrategy(process_group_backend=dist.get_backend(), bucket_cap_mb=BUCKET_MB, **options)
         self.strategy.trace.wanted = True
         self.trainer = pl.Trainer(
             strategy=self.strategy,

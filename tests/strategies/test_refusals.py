@@ -29,6 +29,7 @@ from turbogr.strategies.refusals import refuse_on_ranks
         ({"sparse_lr": "fixed"}, "sparse_lr must be one of constant, follow"),
         ({"checkpoint": "file"}, "checkpoint must be one of gathered, distributed"),
         ({"sparse_clip_norm": 0.0}, "sparse_clip_norm must be positive, got 0.0"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb must be positive"),
         ({"timeout_s": -1.0}, "timeout_s must be positive"),
         *(({"start_method": name}, "start the ranks with torchrun") for name in ("spawn", "fork", "forkserver")),
     ],

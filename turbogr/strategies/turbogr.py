@@ -92,6 +92,8 @@ class TurboGRStrategy(DDPOnNPU):
             have scaled that of the dense optimizer's first group against its `initial_lr` (OneCycleLR's is its start).
         sparse_clip_norm: largest norm of the rows' gradient, of all tables and ranks together; None does not clip. (The
             trainer's `gradient_clip_val` clips the dense parameters only.)
+        bucket_cap_mb: dense gradients are reduced in buckets of at most so many MB, beside the backward pass; the last bucket's
+            reduction is what the pass waits for, so a small or slowly connected model wants small ones. None is DDP's 25.
         checkpoint: "gathered", one file that any strategy loads; "distributed", a directory into which every rank writes its
             own rows.
         memory_per_rank: what a rank may use for tables and dense parameters, such as "64GB"; what does not fit is refused.
@@ -127,6 +129,7 @@ class TurboGRStrategy(DDPOnNPU):
         exchange: ExchangeForm = "auto",
         sparse_lr: Literal["constant", "follow"] = "constant",
         sparse_clip_norm: float | None = None,
+        bucket_cap_mb: float | None = None,
         checkpoint: Literal["gathered", "distributed"] = "gathered",
         memory_per_rank: str | None = None,
         local_bandwidth: str | None = None,
@@ -144,7 +147,8 @@ class TurboGRStrategy(DDPOnNPU):
         _check_choice("sparse_lr", sparse_lr, ("constant", "follow"))
         _check_choice("checkpoint", checkpoint, ("gathered", "distributed"))
         self._asked = Asked.of(groups, memory_per_rank, local_bandwidth, network_bandwidth)
-        for name, value in (("sparse_clip_norm", sparse_clip_norm), ("timeout_s", timeout_s)):
+        positive = {"sparse_clip_norm": sparse_clip_norm, "bucket_cap_mb": bucket_cap_mb, "timeout_s": timeout_s}
+        for name, value in positive.items():
             if value is not None and value <= 0:
                 raise ConfigurationError(f"TurboGRStrategy: {name} must be positive, got {value}")
         if start_method != "popen":
@@ -158,6 +162,7 @@ class TurboGRStrategy(DDPOnNPU):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_s),
             start_method=start_method,
+            bucket_cap_mb=bucket_cap_mb,
         )
         self.groups, self.mode, self.sharding, self.exchange = groups, mode, sharding, exchange
         self.batches_in_flight = batches_in_flight
