@@ -214,6 +214,7 @@ def refusals() -> list[str]:
     engine.discard()
     engine.start_exchange(1.0)
     engine.update()  # there is nothing to update
+    engine.settle()  # the discarded gradients are on their way, on some ranks
     engine.close()
     return messages
 
