@@ -46,10 +46,29 @@ FOUR |= {
     "clipped": ({"groups": 2}, {"rows": "lazy_adam", "gradient_clip_val": 0.05}),
     "scheduled": ({"groups": 2}, {"rows": "adagrad", "scheduled": True, "val_check_interval": 2}),
 }
+SEMI = {"mode": "semi_async"}
+FOUR |= {
+    "semi_async": ({"groups": 2, **SEMI}, {"rows": "lazy_adam", "max_epochs": 2}),
+    "semi_async, accumulated": ({"groups": 2, **SEMI}, {"rows": "adagrad", "accumulate_grad_batches": 2, "max_epochs": 2}),
+    "semi_async, table-wise, validated": (
+        {"groups": 1, "sharding": "table_wise", "batches_in_flight": 3, **SEMI},
+        {"rows": "lazy_adam", "val_check_interval": 2},
+    ),
+    "semi_async, copies, clipped": (
+        {"groups": 4, "exchange": "two_phase", "sparse_clip_norm": 0.01, **SEMI},
+        {"rows": "adagrad", "gradient_clip_val": 0.05},
+    ),
+}
 TWO = {
     f"{groups} groups of {2 // groups}, {rows}": ({"groups": groups}, {"rows": rows})
     for groups in (1, 2)
     for rows in ("adagrad", "row_wise_adagrad", "lazy_adam")
+}
+
+
+TWO |= {
+    "semi_async": ({"groups": 1, **SEMI}, {"rows": "lazy_adam", "max_epochs": 2}),
+    "semi_async, bf16-mixed": ({"groups": 2, **SEMI}, {"rows": "adagrad", "precision": "bf16-mixed"}),
 }
 
 

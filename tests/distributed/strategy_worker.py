@@ -36,6 +36,8 @@ from turbogr.strategies import TurboGRStrategy
 SMALL = {"batch_size": 4}
 """Of which there are more than are ever in flight, whatever the folder."""
 
+MODES = ("sync", "semi_async")
+
 RANKS: int
 PREPARED: Path
 OUT: Path
@@ -44,7 +46,7 @@ _start_exchange = SparseEngine.start_exchange
 
 
 def equal(name: str, options: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
-    strategy = sync(timeout_s=60, **options)
+    strategy = TurboGRStrategy(timeout_s=60, **{"mode": "sync", **options})
     trainer = fit(PREPARED, RANKS, strategy, **training)
     trainer.save_checkpoint(OUT / f"{name}.ckpt")
     return {"member": strategy.topology.member, "digest": digest(strategy), "steps": trainer.global_step}
@@ -78,12 +80,12 @@ def mistaken(name: str) -> dict[str, Any]:
 # The rest, on two ranks.
 
 
-def uneven(loader: type[Batches]) -> dict[str, Any]:
+def uneven(loader: type[Batches], mode: str) -> dict[str, Any]:
     """Rank 1 has three batches more; three epochs, validation within each."""
     pl.seed_everything(1)
     rank = int(os.environ["RANK"])
     options = {"max_epochs": 3, "val_check_interval": 2, "enable_checkpointing": False, "devices": RANKS}
-    strategy = sync(timeout_s=30)
+    strategy = TurboGRStrategy(mode=mode, timeout_s=30)
     trainer = pl.Trainer(**QUIET, **options, strategy=strategy)
     model = Toy()
     trainer.fit(model, loader(5 + 3 * rank, rank), SizedBatches(2, 7))
@@ -100,13 +102,13 @@ def uneven_validation(loader: type[Batches]) -> str:
     return "went through"
 
 
-def resumed(groups: int, checkpoint: str, steps: int) -> dict[str, Any]:
+def resumed(mode: str, groups: int, checkpoint: str, steps: int, dropout: float = 0.2) -> dict[str, Any]:
     """Stopped after some steps and taken up again; beside it the same run without a stop."""
-    name = f"{groups}-{checkpoint}-{steps}"
-    options = {"max_epochs": 2, "dropout": 0.2, "val_check_interval": 3}
+    name = f"{mode}-{groups}-{checkpoint}-{steps}"
+    options = {"max_epochs": 2, "dropout": dropout, "val_check_interval": 3}
 
     def strategy() -> TurboGRStrategy:
-        return sync(groups, checkpoint=checkpoint, timeout_s=60)
+        return TurboGRStrategy(groups, mode, checkpoint=checkpoint, timeout_s=60)
 
     last = OUT / f"last-{name}.ckpt"
     stopped = fit(PREPARED, RANKS, strategy(), [LastCheckpoint(last)], max_steps=steps, **options)
@@ -116,6 +118,7 @@ def resumed(groups: int, checkpoint: str, steps: int) -> dict[str, Any]:
         trainer = fit(PREPARED, RANKS, strategy(), ckpt_path=path, **options)
         dense = {k: v.tolist() for k, v in trainer.model.backbone.state_dict().items()}
         ends.append({"steps": trainer.global_step, "digest": digest(trainer.strategy), "dense": dense})
+    trainer.save_checkpoint(OUT / f"whole-{name}.ckpt")
     return {"ends": ends, "stopped": digest(stopped.strategy)}
 
 
@@ -177,19 +180,24 @@ def options_of_rows() -> dict[str, Any]:
     return found
 
 
-def neutral() -> dict[str, str]:
-    """Digests of one training with and without what must not change it: checkpoints within epochs, loaders' workers."""
+def neutral(mode: str) -> dict[str, str]:
+    """Digests of one training with and without what must not change it: checkpoints, loaders' workers, a trace, the depth."""
 
     def saved(form: str) -> tuple[TurboGRStrategy, list[pl.Callback]]:
-        every = ModelCheckpoint(OUT / f"neutral-{form}", every_n_train_steps=1, save_top_k=-1)
-        return sync(1, checkpoint=form), [every]
+        every = ModelCheckpoint(OUT / f"neutral-{mode}-{form}", every_n_train_steps=1, save_top_k=-1)
+        return TurboGRStrategy(1, mode, checkpoint=form), [every]
+
+    traced = TurboGRStrategy(1, mode)
+    traced.trace.wanted = traced.trace.active = True
 
     found = {}
     for name, (strategy, callbacks) in {
-        "plain": (sync(1), None),
+        "plain": (TurboGRStrategy(1, mode), None),
+        "traced": (traced, None),
+        "two in flight": (TurboGRStrategy(1, mode, batches_in_flight=2), None),
         "gathered": saved("gathered"),
         "distributed": saved("distributed"),
-        "worker": (sync(1), None),
+        "worker": (TurboGRStrategy(1, mode), None),
     }.items():
         data = {"num_workers": 1} if name == "worker" else None
         fit(PREPARED, RANKS, strategy, callbacks, data=data, dropout=0.2, val_check_interval=2, max_epochs=2)
@@ -219,17 +227,17 @@ def checks(which: str) -> dict[str, Any]:
     if which == "rest":
         both = {"sized": SizedBatches, "unsized": Batches}
         return {
-            **{f"uneven, {name}": partial(uneven, loader) for name, loader in both.items()},
+            **{f"uneven, {name}, {mode}": partial(uneven, loader, mode) for name, loader in both.items() for mode in MODES},
             **{f"uneven validation, {name}": partial(uneven_validation, loader) for name, loader in both.items()},
-            "resumed within": partial(resumed, 1, "gathered", 2),
-            "resumed at the end": partial(resumed, 2, "gathered", 4),
-            "resumed from a directory": partial(resumed, 1, "distributed", 5),
+            **{f"resumed within, {mode}": partial(resumed, mode, 1, "gathered", 2) for mode in MODES},
+            **{f"resumed at the end, {mode}": partial(resumed, mode, 2, "gathered", 4) for mode in MODES},
+            **{f"resumed from a directory, {mode}": partial(resumed, mode, 1, "distributed", 5) for mode in MODES},
             "signalled": signalled,
             "terminated": terminated,
             "early stopped": early_stopped,
             "evaluated": evaluated,
             "options of rows": options_of_rows,
-            "neutral": neutral,
+            **{f"neutral, {mode}": partial(neutral, mode) for mode in MODES},
             "mixed": mixed,
             "divided otherwise": divided_otherwise,
             "live tensors": lambda: peaks(RANKS, int(os.environ["RANK"])),
@@ -238,6 +246,7 @@ def checks(which: str) -> dict[str, Any]:
     found = {name: partial(equal, name, *case) for name, case in cases.items()}
     if RANKS == 4:
         found |= {name: partial(mistaken, name) for name in MISTAKES}
+        found |= {f"resumed, {form}": partial(resumed, "semi_async", 2, form, 2, 0.0) for form in ("gathered", "distributed")}
     return found
 
 

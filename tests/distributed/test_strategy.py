@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -10,9 +12,11 @@ import torch
 
 from tests.distributed.launch import launch_checks
 from tests.distributed.strategy_cases import FOUR, QUIET, TWO, build, fit, make_folder, relative, shared_folder
+from turbogr.strategies import TurboGRStrategy
 
 WORKER = "tests.distributed.strategy_worker"
 TOLERANCE = 1e-5
+MODES = pytest.mark.parametrize("mode", ["sync", "semi_async"])
 MISTAKES = ("exchange dropped", "factor 1/I left in", "unweighted")
 
 
@@ -23,14 +27,15 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def one(folder, tmp_path_factory):
-    """Checkpoint of one process under strategy="auto", by what is trained."""
+    """Checkpoint of one process under strategy="auto", or in the mode that is asked for, by what is trained."""
     out, made = tmp_path_factory.mktemp("one"), {}
 
-    def trained(**training) -> Path:
-        name = ", ".join(f"{key} {value}" for key, value in training.items())
+    def trained(mode: str = "auto", sparse_clip_norm: float | None = None, **training) -> Path:
+        name = ", ".join(f"{key} {value}" for key, value in {"mode": mode, **training}.items())
         if name not in made:
             made[name] = out / f"{name}.ckpt"
-            fit(folder, 1, "auto", **training).save_checkpoint(made[name])
+            strategy = "auto" if mode == "auto" else TurboGRStrategy(mode=mode, sparse_clip_norm=sparse_clip_norm)
+            fit(folder, 1, strategy, **training).save_checkpoint(made[name])
         return made[name]
 
     return trained
@@ -79,15 +84,53 @@ def copies_agree(reports) -> None:
 def test_four_ranks_equal_one_process(four, four_out, one, name):
     """On two nodes, as far as torchrun is concerned."""
     copies_agree(four[name])
-    differences = relative(four_out / f"{name}.ckpt", one(**FOUR[name][1]))
+    differences = relative(four_out / f"{name}.ckpt", one(**alone(*FOUR[name])))
     assert max(differences.values()) <= TOLERANCE, differences
 
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_equal_one_process(two, two_out, one, name):
     copies_agree(two[name])
-    differences = relative(two_out / f"{name}.ckpt", one(**TWO[name][1]))
-    assert max(differences.values()) <= TOLERANCE, differences
+    differences = relative(two_out / f"{name}.ckpt", one(**alone(*TWO[name])))
+    if "bf16" in name:
+        assert differences["embeddings.weight"] <= 0.02
+    else:
+        assert max(differences.values()) <= TOLERANCE, differences
+
+
+def alone(options, training):
+    """What one process trains in the place of several ranks."""
+    return {**{name: options[name] for name in ("mode", "sparse_clip_norm") if name in options}, **training}
+
+
+def test_the_delay_is_seen(one):
+    """Negative control: what is compared in mode semi_async is not what one process trains without a delay."""
+    for training in ({"rows": "lazy_adam", "max_epochs": 2}, {"rows": "lazy_adam", "val_check_interval": 2}):
+        differences = relative(one(mode="semi_async", **training), one(**training))
+        assert max(differences.values()) > 100 * TOLERANCE, differences
+
+
+@pytest.mark.parametrize("form", ["gathered", "distributed"])
+def test_four_ranks_are_resumed_bit_for_bit(four, form):
+    for report in four[f"resumed, {form}"]:
+        resumed, whole = report["ends"]
+        assert resumed == whole
+        assert resumed["digest"] != report["stopped"]
+
+
+@pytest.mark.parametrize("form", ["gathered", "distributed"])
+def test_one_rank_goes_on_from_four(four, four_out, folder, tmp_path, form):
+    """Within an epoch: delayed rows of all members find their way, and are missed where they are left out."""
+    four[f"resumed, {form}"]
+    expected = four_out / "whole-semi_async-2-gathered-2.ckpt"
+    last, largest = four_out / f"last-semi_async-2-{form}-2.ckpt", []
+    for left_out in (False, True):
+        with patch("turbogr.strategies.turbogr.own_delayed", lambda *_: None) if left_out else nullcontext():
+            trainer = fit(folder, 1, TurboGRStrategy(), ckpt_path=last, max_epochs=2, val_check_interval=3)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        largest.append(max(relative(tmp_path / "end.ckpt", expected).values()))
+    assert largest[0] <= TOLERANCE
+    assert largest[1] > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -97,10 +140,11 @@ def test_a_mistake_is_seen(four, four_out, one, name):
     assert max(differences.values()) > 100 * TOLERANCE, differences
 
 
+@MODES
 @pytest.mark.parametrize("loader", ["sized", "unsized"])
-def test_ranks_with_more_batches_stop_with_the_others(rest, loader):
+def test_ranks_with_more_batches_stop_with_the_others(rest, loader, mode):
     """Rank 0 has 5 batches an epoch, rank 1 has 8."""
-    reports = rest[f"uneven, {loader}"]
+    reports = rest[f"uneven, {loader}, {mode}"]
     for report in reports:
         assert (report["steps"], report["epochs"]) == (15, 3)
     assert reports[0]["dense"] == reports[1]["dense"]
@@ -112,10 +156,11 @@ def test_uneven_validation_is_refused_on_all_ranks(rest, loader):
         assert "different numbers of batches (rank 0 has 2, rank 1 has" in text
 
 
+@MODES
 @pytest.mark.parametrize("where", ["within", "at the end", "from a directory"])
-def test_a_resumed_run_equals_an_uninterrupted_one(rest, where):
+def test_a_resumed_run_equals_an_uninterrupted_one(rest, where, mode):
     """With dropout and validations, bit for bit."""
-    for report in rest[f"resumed {where}"]:
+    for report in rest[f"resumed {where}, {mode}"]:
         resumed, whole = report["ends"]
         assert resumed == whole
         assert resumed["digest"] != report["stopped"]  # it did train on
@@ -166,12 +211,14 @@ def test_rows_follow_the_schedule_and_are_clipped_if_asked(rest, rest_out, one):
     assert 0 < float(state.sum().sqrt()) <= 4 * 1e-6 * 1.001
 
 
-def test_checkpoints_within_epochs_and_workers_change_nothing(rest, rest_out):
-    """Batches are in flight while every step of two epochs is saved, in both forms."""
-    for report in rest["neutral"]:
+@MODES
+def test_checkpoints_within_epochs_and_workers_change_nothing(rest, rest_out, mode):
+    """Batches are in flight while every step of two epochs is saved, in both forms; nor does it matter how many there are."""
+    for report in rest[f"neutral, {mode}"]:
         assert len(set(report.values())) == 1, report
+    assert rest["neutral, sync"] != rest["neutral, semi_async"]
     for form in ("gathered", "distributed"):
-        assert len(list((rest_out / f"neutral-{form}").glob("*.ckpt"))) == 8
+        assert len(list((rest_out / f"neutral-{mode}-{form}").glob("*.ckpt"))) == 8
 
 
 def test_mixed_precision(rest, rest_out, one):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,29 @@ def keep_from_ddp(module: nn.Module, table: EmbeddingTable, engine: SparseEngine
     # DDP would broadcast buffers before every forward pass; integers come with the data and are the same on all ranks.
     names += [name for name, buffer in module.named_buffers() if not buffer.is_floating_point()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+class FixedBuckets(DistributedDataParallel):
+    """DDP whose buckets of gradients are the same in every step.
+
+    With three ranks or more the order in which a gradient's parts are added hangs on where it lies in its bucket. DDP fills the
+    buckets anew after the first backward pass, in the order in which it saw gradients come; the first step of a resumed run
+    would add in another order than the same step of the run before. Here they are filled once, in the order in which
+    gradients come where parameters are used in the order of their definition.
+
+    Args:
+        module: as in DistributedDataParallel.
+        options: the same.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()
+        return parameters[::-1], sparse[::-1]
 
 
 def traced_all_reduce(state: tuple[Trace, Callable[[], int]], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

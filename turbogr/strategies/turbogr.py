@@ -13,7 +13,7 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -49,7 +49,7 @@ from turbogr.strategies.checkpoint import (
     save_directory,
     save_gathered,
 )
-from turbogr.strategies.dense import keep_from_ddp, traced_all_reduce
+from turbogr.strategies.dense import FixedBuckets, keep_from_ddp, traced_all_reduce
 from turbogr.strategies.failures import FailureBoard
 from turbogr.strategies.group_choice import Asked
 from turbogr.strategies.lookahead import LookaheadLoader, evaluation_loader, training_loader
@@ -219,6 +219,12 @@ class TurboGRStrategy(DDPOnNPU):
             super().configure_ddp()
         if self.trace.wanted and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook((self.trace, lambda: self.pipeline.current.index), traced_all_reduce)
+
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        device_ids = self.determine_ddp_device_ids()
+        # As in DDPStrategy: DDP must be made outside the default stream of CUDA.
+        with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
+            return FixedBuckets(model, device_ids=device_ids, **self._ddp_kwargs)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """As in DDPStrategy."""
