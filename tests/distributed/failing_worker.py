@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.distributed.strategy_cases import QUIET, SizedBatches, Toy
+from turbogr.sparse.transport import Transport
 from turbogr.strategies import TurboGRStrategy
 
 HOW, WHO = sys.argv[1], int(sys.argv[2])
@@ -37,6 +41,32 @@ class Failing(Toy):
         super().validation_step(batch, batch_idx)
 
 
+class FailingSet(IterableDataset):
+    """Raises in the process of a loader's worker."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self):
+        for number, batch in enumerate(SizedBatches(20, 1)):
+            if number == 6 and self.rank == WHO:
+                raise OSError("the cause")
+            yield batch
+
+
+def fail_in_a_lane() -> None:
+    """One of the engine's threads raises at its sixth batch."""
+    name = {"unique": "find_touched", "values": "send_gradient"}[HOW]
+    original, calls = getattr(Transport, name), count(1)
+
+    def failing(*arguments):
+        if int(os.environ["RANK"]) == WHO and next(calls) == 6:
+            raise ValueError("the cause")
+        return original(*arguments)
+
+    setattr(Transport, name, failing)
+
+
 class FailingLoader(SizedBatches):
     def __iter__(self):
         for number, batch in enumerate(super().__iter__()):
@@ -50,8 +80,13 @@ if __name__ == "__main__":
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = TurboGRStrategy(groups=2, timeout_s=40)
     trainer = pl.Trainer(**QUIET, **options, devices=ranks, strategy=strategy, default_root_dir=Path.cwd())
+    loader: Any = FailingLoader(20, 1)
+    if HOW == "worker":
+        loader = DataLoader(FailingSet(int(os.environ["RANK"])), batch_size=None, num_workers=1)
+    if HOW in ("unique", "values"):
+        fail_in_a_lane()
     started = time.monotonic()
     try:
-        trainer.fit(Failing(), FailingLoader(20, 1), SizedBatches(2, 7))
+        trainer.fit(Failing(), loader, SizedBatches(2, 7))
     finally:
         print(f"ended after {time.monotonic() - started:.0f} s", flush=True)

@@ -122,11 +122,11 @@ def resumed(mode: str, groups: int, checkpoint: str, steps: int, dropout: float 
     return {"ends": ends, "stopped": digest(stopped.strategy)}
 
 
-def signalled() -> dict[str, Any]:
-    """Rank 1 gets SIGTERM."""
-    last = OUT / "signalled.ckpt"
+def signalled(mode: str, name: str) -> dict[str, Any]:
+    """Rank 1 gets a signal."""
+    last, strategy = OUT / f"signalled-{mode}-{name}.ckpt", TurboGRStrategy(2, mode)
     try:
-        fit(PREPARED, RANKS, sync(2), [LastCheckpoint(last), SignalOn(1, 2)], limit_train_batches=8, data=SMALL)
+        fit(PREPARED, RANKS, strategy, [LastCheckpoint(last), SignalOn(1, 2, name)], limit_train_batches=8, data=SMALL)
     except TrainingInterrupted as interrupted:
         return {"said": str(interrupted), "step": torch.load(last, weights_only=True)["global_step"]}
     return {"said": "went through"}
@@ -232,7 +232,8 @@ def checks(which: str) -> dict[str, Any]:
             **{f"resumed within, {mode}": partial(resumed, mode, 1, "gathered", 2) for mode in MODES},
             **{f"resumed at the end, {mode}": partial(resumed, mode, 2, "gathered", 4) for mode in MODES},
             **{f"resumed from a directory, {mode}": partial(resumed, mode, 1, "distributed", 5) for mode in MODES},
-            "signalled": signalled,
+            "signalled, sync": partial(signalled, "sync", "SIGTERM"),
+            "signalled, semi_async": partial(signalled, "semi_async", "SIGINT"),
             "terminated": terminated,
             "early stopped": early_stopped,
             "evaluated": evaluated,

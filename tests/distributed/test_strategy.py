@@ -166,10 +166,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(rest, where, mode):
         assert resumed["digest"] != report["stopped"]  # it did train on
 
 
-def test_a_signal_on_one_rank_stops_all(rest):
-    reports = rest["signalled"]
+@pytest.mark.parametrize(("mode", "name"), [("sync", "SIGTERM"), ("semi_async", "SIGINT")])
+def test_a_signal_on_one_rank_stops_all(rest, mode, name):
+    reports = rest[f"signalled, {mode}"]
     assert reports[0] == reports[1]
-    assert reports[0]["said"].startswith("interrupted by SIGTERM; resume from")
+    assert reports[0]["said"].startswith(f"interrupted by {name}; resume from")
     assert 3 <= reports[0]["step"] <= 5
     assert rest["terminated"] == ["SIGTERMException"] * 2
 

@@ -33,6 +33,9 @@ def test_a_rank_that_raises_in_its_step(tmp_path):
         ("loader", 0, r"rank 0 failed in train at step 2: OSError: the cause"),
         ("backward", 1, r"rank 1 failed in train at step 3: ValueError: the cause"),
         ("validation", 1, r"rank 1 failed in validate at step 8: ValueError: the cause"),
+        ("worker", 1, r"rank 1 failed in train at step 2: OSError: Caught OSError in DataLoader worker process 0"),
+        ("unique", 1, r"rank 1 failed in train at step 3: ValueError: the cause"),
+        ("values", 0, r"rank 0 failed in train at step 6: ValueError: the cause"),
     ],
 )
 def test_wherever_it_raises(tmp_path, how, who, said):
