@@ -101,7 +101,8 @@ def test_torchrun_and_lightning_start_the_same_training(prepared, tmp_path):
     by_lightning = popen(["-m", "turbogr", *arguments(prepared, tmp_path / "popen" / "run", *options)], tmp_path / "popen")
     assert by_lightning.returncode == 0, by_lightning.stderr
     assert by_lightning.stdout.count("best validation") == 1
-    one = popen(["-m", "turbogr", *arguments(prepared, tmp_path / "one" / "run", "--data.batch_size=16")], tmp_path / "one")
+    alone = (options[0], "--data.batch_size=16")
+    one = popen(["-m", "turbogr", *arguments(prepared, tmp_path / "one" / "run", *alone)], tmp_path / "one")
     assert one.returncode == 0, one.stderr
     last = {name: tmp_path / name / "run" / "checkpoints" / "last.ckpt" for name in ("torchrun", "popen", "one")}
     assert max(relative(last["torchrun"], last["popen"]).values()) == 0.0
