@@ -393,7 +393,7 @@ class SparseEngine:
         self._state.load(state)
 
     def close(self) -> None:
-        """Ends the lanes; what they have not begun is dropped."""
+        """Ends the lanes; what they have not begun is dropped (`settle` first, where ranks still wait for it)."""
         self._host_lane.close()
         self._lane.close()
 
