@@ -72,6 +72,21 @@ def test_close_drops_what_has_not_begun():
     lane.close()
 
 
+def test_what_comes_after_close_does_not_wait_for_what_was_running():
+    lane, begun, gate = ThreadLane("test"), threading.Event(), threading.Event()
+    running = lane.submit(lambda: (begun.set(), gate.wait(10)))
+    begun.wait(10)
+    lane.close()
+    anew = lane.submit(gate.is_set)
+    timer = threading.Timer(5, gate.set)
+    timer.start()
+    assert not anew.wait()
+    gate.set()
+    running.wait()
+    timer.cancel()
+    lane.close()
+
+
 def test_each_device_has_its_kind():
     assert isinstance(lane_for(torch.device("cpu"), "test"), ThreadLane)
     assert NoLane().submit(lambda: 3).wait() == 3

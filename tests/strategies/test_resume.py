@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +18,7 @@ from tests.interrupting import SignalAt
 from tests.strategies.test_one_rank import Stateful, Stream
 from turbogr.callbacks.resume import LastCheckpoint, TrainingInterrupted
 from turbogr.strategies import TurboGRStrategy
-from turbogr.strategies.checkpoint import DELAYED_KEY
+from turbogr.strategies.checkpoint import DELAYED_KEY, own_delayed
 
 BATCHES = 7
 MODES = pytest.mark.parametrize("mode", ["sync", "semi_async"])
@@ -77,6 +78,29 @@ def test_after_every_step(folder, tmp_path, name, mode):
     assert any(delayed) == (mode == "semi_async")
     assert not delayed[-1]  # nothing is late at the end of an epoch
     assert not delayed[len(paths) // 2 - 1]
+
+
+class AfterValidation(LastCheckpoint):
+    """Writes there and nowhere else."""
+
+    def on_train_batch_end(self, trainer, *arguments):
+        saved, self._saved = self._saved, trainer.global_step
+        super().on_train_batch_end(trainer, *arguments)
+        self._saved = saved
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pass
+
+
+@MODES
+@pytest.mark.parametrize("steps", [3, 6, 10])
+def test_after_a_validation_within_an_epoch(folder, tmp_path, mode, steps):
+    """Where the checkpoint is written behind the validation, with what that left in flight."""
+    options, _ = CASES["validated"]
+    whole = end(run(folder, TurboGRStrategy(mode=mode), [], **options), tmp_path / "whole.ckpt")
+    run(folder, TurboGRStrategy(mode=mode), [AfterValidation(tmp_path / "last.ckpt")], max_steps=steps, **options)
+    resumed = run(folder, TurboGRStrategy(mode=mode), [], tmp_path / "last.ckpt", **options)
+    assert differing(end(resumed, tmp_path / "resumed.ckpt"), whole) == []
 
 
 def test_without_the_delayed_rows_it_is_another_run(folder, tmp_path):
@@ -170,3 +194,14 @@ def test_an_error_leaves_a_checkpoint_to_go_on_from(tmp_path, mode, name, step):
         toy(tmp_path / "failed", mode, LOADERS[name](), fails_at=step)
     resumed = toy(tmp_path / "resumed", mode, LOADERS[name](), tmp_path / "failed" / f"step={step}.ckpt")
     assert differing(resumed, whole) == []
+
+
+def test_rows_are_told_apart_on_the_host_whatever_device_keeps_them():
+    """As the rows that are asked for: on a device both could not be compared."""
+    sharding = SimpleNamespace(owner=lambda rows: rows % 2, local=lambda rows, member: rows // 2)
+    table = SimpleNamespace(weight=torch.empty(0, 4, device="meta"))
+    engine: Any = SimpleNamespace(table=table, sharding=sharding, topology=SimpleNamespace(member=1))
+    delayed = own_delayed({DELAYED_KEY: {"rows": torch.tensor([7, 4, 3]), "values": torch.randn(3, 4)}}, engine)
+    assert delayed is not None
+    assert delayed.rows.tolist() == [1, 3]
+    assert (delayed.values.device.type, delayed.values.shape) == ("meta", (2, 4))

@@ -57,7 +57,7 @@ class RowValues(NamedTuple):
     """Some rows of this rank's weight as they were at some time.
 
     Attributes:
-        rows: int64 [n], of the weight, ascending.
+        rows: int64 [n], of the weight, ascending; on the host.
         values: float [n, D].
     """
 

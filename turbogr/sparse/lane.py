@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+_Item = tuple[Callable[[], Any], Future[Any]] | None
 
 
 class Ticket(Protocol[T_co]):
@@ -69,29 +71,30 @@ class ThreadLane:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._work: queue.SimpleQueue[_Item] | None = None
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """As in Lane."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            self._thread.start()
+        if self._work is None:
+            self._work = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self._work,), name=self.name, daemon=True).start()
         future: Future[T] = Future()
         self._work.put((work, future))
         return _OfThread(future)
 
     def close(self) -> None:
-        """As in Lane; a later `submit` begins another thread."""
-        if self._thread is not None:
-            while not self._work.empty():
-                self._work.get()
+        """As in Lane; a later `submit` begins another thread, with a queue of its own."""
+        if self._work is not None:
+            with suppress(queue.Empty):  # the thread takes from it too
+                while True:
+                    self._work.get_nowait()
             self._work.put(None)
-            self._thread = None
+            self._work = None
 
+    @staticmethod
     @torch.no_grad()
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
+    def _run(queued: queue.SimpleQueue[_Item]) -> None:
+        while (item := queued.get()) is not None:
             work, future = item
             try:
                 future.set_result(work())

@@ -222,7 +222,7 @@ def own_delayed(checkpoint: Mapping[str, Any], engine: SparseEngine) -> RowValue
     member, device = engine.topology.member, engine.table.weight.device
     here = engine.sharding.owner(rows) == member
     local, order = engine.sharding.local(rows[here], member).sort()
-    return RowValues(local.to(device), values[here][order].to(device))
+    return RowValues(local, values[here][order].to(device))
 
 
 class _Place(NamedTuple):
