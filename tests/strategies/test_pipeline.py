@@ -36,7 +36,8 @@ class Recorder:
         self.log.append("exchange")
 
     def update(self, lr_scale, clip_norm, read_by):
-        self.log.append("update" if read_by is None else f"update, {read_by.number} reads")
+        reader = getattr(read_by, "number", read_by)
+        self.log.append("update" if reader is None else f"update, {reader} reads")
         return f"before {lr_scale}"
 
     def __getattr__(self, name):
@@ -289,6 +290,27 @@ def test_a_flush_within_accumulation_updates_nothing():
     pipe.flush()
     assert taken(log) == ["backward 0"]
     assert pipe.delayed is None
+
+
+@ALL
+def test_an_epoch_that_was_broken_off_takes_no_batch_of_the_next(in_flight):
+    pipe, log = pipeline(20, in_flight=in_flight)
+    step(pipe, log)
+    taken(log)
+    pipe.begin(Numbers(20, log), lambda: (0, 20))
+    assert taken(log) == ["backward 0", "exchange", "update"]
+    assert [step(pipe, log) for _ in range(20)] == list(range(20))
+
+
+@ALL
+def test_after_an_exception_nothing_is_loaded(in_flight):
+    """Whichever batch is the next to be trained, rows are kept as they were."""
+    pipe, log = pipeline(20, in_flight=in_flight)
+    step(pipe, log)
+    taken(log)
+    pipe.break_off(1)
+    assert taken(log) == ["backward 0", "exchange", "update, any batch reads"]
+    assert pipe.delayed == "before 0.0"
 
 
 def test_sync_has_nothing_to_flush():

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -278,7 +278,12 @@ class SparseEngine:
         rows = touched.rows if touched.union is None else touched.union.ids
         self._update = _Update(number, rows, self._lane.submit(sums))
 
-    def update(self, lr_scale: float = 1.0, clip_norm: float | None = None, read_by: SparseBatch | None = None) -> RowValues:
+    def update(
+        self,
+        lr_scale: float = 1.0,
+        clip_norm: float | None = None,
+        read_by: SparseBatch | Literal["any batch"] | None = None,
+    ) -> RowValues:
         """Waits for the exchange and updates the rows that any rank touched; nothing if there was no batch.
 
         The optimizer takes a step on every rank, even where it owns none of the rows, so that its count of steps is the same
@@ -287,10 +292,10 @@ class SparseEngine:
         Args:
             lr_scale: factor of the learning rate.
             clip_norm: largest norm of the gradient of all rows of all tables together, summed over all ranks.
-            read_by: a batch that reads rows; its ids have been joined.
+            read_by: a batch that reads rows; its ids have been joined. "any batch" where it is not known which.
 
         Returns:
-            What is updated and any group's `read_by` reads, as it was before; nothing without `read_by`.
+            What is updated and any group's `read_by` reads, or may read, as it was before; nothing without `read_by`.
         """
         weight, update = self.table.weight, self._update
         earlier = RowValues(torch.empty(0, dtype=torch.int64), weight.new_empty(0, weight.shape[1]))
@@ -302,9 +307,10 @@ class SparseEngine:
         if clip_norm is not None:
             gradient = clipped(gradient, self._over_members(gradient.double().square().sum()), clip_norm)
         if read_by is not None:
-            touched, _ = self._touched(read_by)
-            read = touched.rows if touched.union is None else touched.union.ids
-            rows = update.rows[torch.isin(update.rows, read)]
+            rows = update.rows
+            if read_by != "any batch":
+                touched, _ = self._touched(read_by)
+                rows = rows[torch.isin(rows, touched.rows if touched.union is None else touched.union.ids)]
             earlier = RowValues(rows, weight.detach()[rows])
         with torch.no_grad(), self._trace.span("update", update.number, "compute"):
             rows = to_device(update.rows, weight.device)

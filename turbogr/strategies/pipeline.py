@@ -194,7 +194,8 @@ class Pipeline:
             source: of its batches.
             span: index of its first batch in the epoch, and of the one after its last; asked as the first one is handed out.
         """
-        self.flush()
+        self._return_gradients()
+        self._update()  # without looking ahead: the loader has begun anew, and what it gives belongs to this epoch
         self.drop()
         self._source, self._span = source, span
         self._primed = self._ended = False
@@ -268,21 +269,31 @@ class Pipeline:
 
     # Between steps.
 
-    def flush(self, look_ahead: bool = True) -> None:
-        """Brings the tables up to date. What is trained is the same without: the next batch's rows are read before.
-
-        Args:
-            look_ahead: false where no other rank and no loader may be relied on.
-        """
+    def flush(self) -> None:
+        """Brings the tables up to date. What is trained is the same without: the next batch's rows are read before."""
         self._return_gradients()
         if self._due is not None:
             index = self._due.last + 1
-            if look_ahead:
-                self._load(upto=index)
-                self._ensure(self._at(index), Stage.ASKED)
-            following = self._at(index) if look_ahead else None
+            self._load(upto=index)
+            self._ensure(self._at(index), Stage.ASKED)
+            following = self._at(index)
             earlier = self._update(None if following is None else following.sparse)
             self.delayed = None if following is None else earlier
+        self.engine.settle()
+
+    def break_off(self, trained: int) -> None:
+        """Brings the tables up to date after an exception. No loader is asked for a batch, and none is trained afterwards.
+
+        Args:
+            trained: batches of the epoch whose steps have come to their end.
+        """
+        sparse = None if self._current is None or self._current.index != trained else self._current.sparse
+        if self._due is not None:
+            self._return_gradients()
+            self.delayed = self._update("any batch")
+        elif self.mode == "semi_async" and sparse is not None and sparse.lookup is not None and self._host_pg is None:
+            # Within a step, behind the update that its rows do not hold: they are here as they were read.
+            self.delayed = RowValues(sparse.asked, sparse.lookup.rows.detach())
         self.engine.settle()
 
     def drop(self) -> None:
@@ -378,7 +389,7 @@ class Pipeline:
             self.engine.start_exchange(1.0 / self.engine.topology.world_size)
             self._exchanging = True
 
-    def _update(self, read_by: SparseBatch | None = None) -> RowValues | None:
+    def _update(self, read_by: SparseBatch | Literal["any batch"] | None = None) -> RowValues | None:
         """Ends the exchange and updates rows, if that is due."""
         if self._due is None:
             return None

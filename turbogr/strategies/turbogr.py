@@ -321,7 +321,11 @@ class TurboGRStrategy(DDPOnNPU):
                 "no checkpoint is written after an exception on several ranks, as it takes them all: use LastCheckpoint, or "
                 "ModelCheckpoint(every_n_train_steps=...), and resume from what it wrote last"
             )
-        self.pipeline.flush(look_ahead=not interrupted)
+        if interrupted:
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+            self.pipeline.break_off(progress.processed)  # type: ignore[attr-defined]
+        else:
+            self.pipeline.flush()
         form = dense_state if self.checkpoint_form == "distributed" else gathered_state
         return form(module, self.engine)
 
