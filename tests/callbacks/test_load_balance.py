@@ -85,8 +85,9 @@ class Fit:
     def run(self, callback, made, epochs=1, first=0):
         callback.on_train_start(self, self)
         self.fit_loop.epoch_loop.batch_progress.total.processed = first
-        for _ in range(epochs):
-            callback.on_train_epoch_start(self, self)
+        for epoch in range(epochs):
+            if epoch or not first:  # as Lightning, which does not announce the epoch in which a run is resumed
+                callback.on_train_epoch_start(self, self)
             for index, batch in enumerate(made):
                 self.fit_loop.epoch_loop.batch_progress.total.processed += 1
                 callback.on_train_batch_end(self, self, None, batch, index)

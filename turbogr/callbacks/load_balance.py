@@ -60,6 +60,7 @@ class LoadBalance(Callback):
         self.path = None if path is None else Path(path)
         self.before, self.after = Loads(), Loads()
         self._idle = True
+        self._loader: Any = None
         self._batches: EpochBatches | None = None
         self._plan: Iterator[tuple[Int64Array, list[Int64Array]]] = iter(())
         self._next = -1
@@ -69,17 +70,11 @@ class LoadBalance(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts from nothing."""
         self.before, self.after = Loads(), Loads()
-        self._way = ""
+        self._way, self._loader, self._counts = "", None, []
         alone = trainer.world_size == 1
         self._idle = alone or bool(getattr(trainer, "fast_dev_run", False))
         if alone:
             rank_zero_info("LoadBalance: one rank trains alone, so there is nothing to balance")
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks for the plan; a loader may have been made anew."""
-        batches = getattr(trainer.train_dataloader, "batches", None)
-        self._batches = batches if isinstance(batches, EpochBatches) and batches.lengths is not None else None
-        self._next, self._counts = -1, []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -87,6 +82,11 @@ class LoadBalance(Callback):
         """Logs the step, on rank 0; or counts it."""
         if self._idle:
             return
+        # Not at the start of an epoch, which Lightning does not announce where a run is resumed within one.
+        if self._loader is None or self._loader is not trainer.train_dataloader:
+            self._loader, self._next = trainer.train_dataloader, -1
+            batches = getattr(self._loader, "batches", None)
+            self._batches = batches if isinstance(batches, EpochBatches) and batches.lengths is not None else None
         if self._batches is None:
             tokens = getattr(batch, "num_tokens", None)
             if not isinstance(tokens, int):
