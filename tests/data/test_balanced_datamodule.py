@@ -157,6 +157,14 @@ def test_overfitting_takes_so_many_batches(folder: Path, options: dict):
     assert everyone == list(range(len(everyone)))
 
 
+def test_overfitting_makes_no_batches_smaller_than_asked_for(folder: Path):
+    data = make(folder, 0, 1, max_length=20, tokens_per_batch=200)
+    whole = data.train_dataloader()
+    assert 1 < len(whole) < 9
+    data.trainer.overfit_batches = 9
+    assert len(data.train_dataloader()) == len(whole)
+
+
 def test_a_cap_that_cannot_hold_names_the_batch(folder: Path):
     data = make(folder, 0, 2, max_length=20, balance="tokens", max_tokens_per_rank=21)
     with pytest.raises(ConfigurationError, match=r"batch \d of epoch 0 has \d+ tokens in 10 histories"):

@@ -109,6 +109,8 @@ def test_a_share_may_be_empty():
         ({"balance_method": "fast"}, "balance_method is 'fast'"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0"),
         ({"balance": "off", "max_tokens_per_rank": 5}, "needs balance"),
+        ({"balance": "off", "balance_method": "karmarkar_karp"}, 'balance_method "karmarkar_karp" needs balance'),
+        ({"max_tokens_per_rank": 50}, "max_tokens_per_rank is 50, but the longest history has 99 tokens"),
         ({"tokens_per_batch": 0}, "tokens_per_batch is 0"),
         ({"tokens_per_batch": "automatic"}, "tokens_per_batch is 'automatic'"),
         ({"lengths": [3, 0]}, "sample 1 has 0 tokens"),

@@ -158,8 +158,13 @@ def test_the_cap_holds_and_names_the_batch_that_it_refuses():
 
     assert heaviest(None) > 200
     assert heaviest(190) <= 190
-    with pytest.raises(ConfigurationError, match=r"batch \d+ of epoch 0 has .* 4 ranks 100 tokens at most"):
-        list(make(lengths, 4, batch_size=16, sharing=Sharing("greedy", max_tokens=100)))
+    with pytest.raises(
+        ConfigurationError, match=r"batch \d+ of epoch 0 has .* 4 ranks 100 tokens at most; .* \(max_tokens_per_rank\)"
+    ):
+        list(make([60] * 50, 4, batch_size=16, sharing=Sharing("greedy", max_tokens=100)))
+    # What can hold in no epoch is refused at once, not where its batch comes.
+    with pytest.raises(ConfigurationError, match="max_tokens_per_rank is 99, but the longest history has 100 tokens"):
+        make(lengths, 4, batch_size=16, sharing=Sharing("greedy", max_tokens=99))
 
 
 def test_what_needs_lengths_says_so():

@@ -35,11 +35,14 @@ class Summary(Callback):
         lines = [
             f"{name}: {dense:,} dense parameters; {_tables(table.spans)} of {table.num_rows:,} rows x {table.dim},"
             f"{here} {in_bytes(table.weight.nbytes)} and {in_bytes(state)} of its {type(table.optimizer).__name__}",
-            f"data: {data.num_users:,} users, {data.num_items:,} items, {data.num_training_tokens:,} training tokens an epoch",
+            f"data: {data.num_users:,} users, {data.num_items:,} items, {data.num_training_tokens:,} training tokens an epoch"
+            f"{'' if data.stochastic_length is None else ', before stochastic_length leaves some out'}",
         ]
         if trainer.world_size > 1:
             size, what = data.step_size
-            lines.append(f"{trainer.world_size} ranks: a step has {size * trainer.world_size:,} {what}, {size:,} on each rank")
+            mean = "" if data.balance == "off" and data.tokens_per_batch is None else " in the mean"
+            together = f"{trainer.world_size} ranks: a step has {size * trainer.world_size:,} {what}"
+            lines.append(f"{together}, {size:,} on each rank{mean}")
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 

@@ -263,6 +263,6 @@ def _within(plan: Sequence[Sequence[int] | Int64Array], tokens: Int64Array, cap:
 def _over(tokens: Int64Array, ranks: int, cap: int, batch: str) -> ConfigurationError:
     return ConfigurationError(
         f"{batch} has {int(np.sum(tokens))} tokens in {len(tokens)} histories (the longest {int(np.max(tokens))}): no plan was "
-        f"found that gives each of {ranks} ranks {cap} tokens at most; allow more tokens a rank, or train smaller batches or "
-        "shorter histories"
+        f"found that gives each of {ranks} ranks {cap} tokens at most; allow more (max_tokens_per_rank), or train smaller "
+        "batches or shorter histories"
     )

@@ -73,7 +73,8 @@ class SequenceDataModule(LightningDataModule):
         balance_cost: for balance "attention", what a history of n tokens costs, linear n + quadratic n^2. Measured
             (`CostModel.fitted`), or counted: an HSTU of width D has linear 1 and quadratic 1 / (5 D).
         balance_method: "greedy", longest first, or "karmarkar_karp", by largest differences; see `turbogr.data.balance.assign`.
-        max_tokens_per_rank: with `balance`, most tokens that a rank may have in a step (its memory); None is no limit.
+        max_tokens_per_rank: with `balance`, most tokens that a rank may have in a step (its memory), counted before
+            `stochastic_length` leaves some out; None is no limit.
         stochastic_length: thin long histories at random, so that the ranks of a step have equal loads. This changes what is
             trained on; None trains on all tokens. See `turbogr.data.stochastic_length`.
 
@@ -201,7 +202,8 @@ class SequenceDataModule(LightningDataModule):
         if overfit and isinstance(tokens_per_batch, int):
             before = np.cumsum(histories.lengths(users))
             users = users[: np.searchsorted(before, overfit * tokens_per_batch * ranks) + 1]
-            tokens_per_batch = max(1.0, before[len(users) - 1] / (overfit * ranks))  # so that they make up so many batches
+            # So that they make up so many batches; no smaller ones where all users together are less.
+            tokens_per_batch = max(tokens_per_batch, before[len(users) - 1] / (overfit * ranks))
         elif overfit:
             users = users[: overfit * self.batch_size * ranks]
         batches = EpochBatches(

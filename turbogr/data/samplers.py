@@ -97,6 +97,12 @@ class EpochBatches:
             raise ValueError("tokens_per_batch, sharing by cost and stochastic_length need lengths")
         if lengths is not None and len(lengths) != len(samples):
             raise ValueError(f"{len(samples)} samples have {len(lengths)} lengths")
+        most = self.sharing.max_tokens
+        if lengths is not None and most is not None and len(lengths) and lengths.max() > most:
+            raise ConfigurationError(
+                f"max_tokens_per_rank is {most}, but the longest history has {int(lengths.max())} tokens and is never cut; "
+                "allow as many, or train shorter histories"
+            )
         self.samples = samples
         self.lengths = lengths
         self.batch_size = batch_size

@@ -52,10 +52,16 @@ class Sharing:
         if max_tokens_per_rank is not None and max_tokens_per_rank < 1:
             raise ConfigurationError(f"max_tokens_per_rank is {max_tokens_per_rank}; it must be 1 or more")
         if balance_cost is not None and balance != "attention":
-            raise ConfigurationError(f'balance_cost is the cost of balance "attention", but balance is "{balance}"')
+            raise ConfigurationError(
+                f'balance_cost is the cost of balance "attention", but balance is "{balance}"; leave one of them out'
+            )
         if balance == "off":
             if max_tokens_per_rank is not None:
                 raise ConfigurationError('max_tokens_per_rank needs balance "tokens" or "attention"; it is "off"')
+            if balance_method != "greedy":
+                raise ConfigurationError(
+                    f'balance_method "{balance_method}" needs balance "tokens" or "attention"; it is "off"'
+                )
             return cls()
         if balance == "attention" and balance_cost is None:
             raise ConfigurationError(
@@ -96,6 +102,8 @@ def check_tokens_per_batch(tokens_per_batch: TokensPerBatch | float, drop_last: 
     if tokens_per_batch is None:
         return
     if drop_last:
-        raise ConfigurationError("drop_last has no meaning with tokens_per_batch, whose batches are all of one size")
+        raise ConfigurationError(
+            "drop_last has no meaning with tokens_per_batch, whose batches are all of one size; leave it out"
+        )
     if tokens_per_batch != "auto" and (isinstance(tokens_per_batch, str) or not tokens_per_batch >= 1):
         raise ConfigurationError(f'tokens_per_batch is {tokens_per_batch!r}; it must be 1 or more, or "auto"')
