@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ def no_ranks_left() -> Iterator[None]:
     yield
     if distributed.is_initialized() and not was_open:
         distributed.destroy_process_group()
+        # Trainers lie in cycles, and keep their groups. A loader's worker that deleted one would wait for threads that only its
+        # parent has, and crash.
+        gc.collect()
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)

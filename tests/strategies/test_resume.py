@@ -170,6 +170,7 @@ class Failing(Toy):
 
 LOADERS: dict[str, Any] = {
     "unsized": lambda: DataLoader(Stream(BATCHES), batch_size=None),
+    "unsized, worker": lambda: DataLoader(Stream(BATCHES), batch_size=None, num_workers=1),
     "stateful": lambda: Stateful(BATCHES, 1),
 }
 
