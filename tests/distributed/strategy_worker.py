@@ -247,6 +247,7 @@ def checks(which: str) -> dict[str, Any]:
     found = {name: partial(equal, name, *case) for name, case in cases.items()}
     if RANKS == 4:
         found |= {name: partial(mistaken, name) for name in MISTAKES}
+        found["resumed, sync"] = partial(resumed, "sync", 2, "gathered", 2, 0.0)
         found |= {f"resumed, {form}": partial(resumed, "semi_async", 2, form, 2, 0.0) for form in ("gathered", "distributed")}
     return found
 

@@ -110,9 +110,10 @@ def test_the_delay_is_seen(one):
         assert max(differences.values()) > 100 * TOLERANCE, differences
 
 
-@pytest.mark.parametrize("form", ["gathered", "distributed"])
-def test_four_ranks_are_resumed_bit_for_bit(four, form):
-    for report in four[f"resumed, {form}"]:
+@pytest.mark.parametrize("which", ["sync", "gathered", "distributed"])
+def test_four_ranks_are_resumed_bit_for_bit(four, which):
+    """In mode sync, and in mode semi_async from both forms of a checkpoint."""
+    for report in four[f"resumed, {which}"]:
         resumed, whole = report["ends"]
         assert resumed == whole
         assert resumed["digest"] != report["stopped"]
