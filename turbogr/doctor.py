@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turbogr import cann
 from turbogr.errors import MissingDependencyError
-from turbogr.ops import toolchain
-from turbogr.probe import ACCELERATORS, OPERATORS
+from turbogr.ops import npu_plugin, toolchain
+from turbogr.probe import ACCELERATORS, NPU_PLUGIN, OPERATORS
 
 TORCHREC = "1.8.0"
 """Release of torchrec built for the torch that our metadata asks for."""
@@ -74,7 +75,7 @@ class Probe:
 
     Attributes:
         errors: message of every name that could not be imported or answered.
-        answers: what ACCELERATORS and OPERATORS gave.
+        answers: what ACCELERATORS, OPERATORS and NPU_PLUGIN gave.
     """
 
     errors: dict[str, str] = field(default_factory=dict)
@@ -134,7 +135,8 @@ def main(args: list[str] | None = None) -> int:
     wanted = [*required, *(Requirement(text) for text in companions()), *optional]
     installed = [r for r in wanted if _version(r.name) is not None]
     with console.status("importing every package ..."):
-        result = probe([*(_module(r.name) for r in installed), ACCELERATORS, *options.modules, OPERATORS])
+        plugin = [NPU_PLUGIN] if _plugin_can_be_loaded() else []
+        result = probe([*(_module(r.name) for r in installed), ACCELERATORS, *plugin, *options.modules, OPERATORS])
     findings = [_python()]
     findings += [_judge(r, result, "broken") for r in required]
     findings += [_judge_companion(Requirement(text), result) for text in companions()]
@@ -156,7 +158,7 @@ def probe(names: list[str]) -> Probe:
     """Imports modules in child processes: one for all, and another for the rest after each that ended its process.
 
     Args:
-        names: modules, ACCELERATORS or OPERATORS, in the order in which they are imported.
+        names: modules, ACCELERATORS, OPERATORS or NPU_PLUGIN, in the order in which they are imported.
     """
     result, left = Probe(), list(names)
     # The child must see what this process sees, and nothing of the folder it is started in.
@@ -264,7 +266,8 @@ def _print(console: Console, findings: list[Finding], result: Probe) -> None:
     found = result.answers.get(ACCELERATORS)
     devices = ", ".join(found) if found else result.errors.get(ACCELERATORS) or "none, the CPU is used"
     console.print(f"accelerators: {devices}", highlight=False, soft_wrap=True, markup=False)
-    console.print(f"NPU: {_npu(result)}", highlight=False, soft_wrap=True, markup=False)
+    for line in (f"NPU: {_npu(result)}", f"CANN: {_cann()}", f"NPU plugin: {_npu_plugin(result)}"):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     mends = [f for f in findings if f.status in ("broken", "warning")]
     for f in mends:
@@ -302,6 +305,38 @@ def _npu(result: Probe) -> str:
         return f"torch_npu {found} cannot be loaded ({problem}): source set_env.sh of CANN, or uninstall it"
     count = sum(device.startswith("npu:") for device in result.answers.get(ACCELERATORS) or [])
     return f"torch_npu {found}, {count} visible" + ("; set trainer.accelerator npu" if count else ": no NPU can be used here")
+
+
+def _cann() -> str:
+    """Huawei's toolkit, as the environment names it."""
+    found = cann.find()
+    if found is None:
+        return f"not found ({' and '.join(cann.VARIABLES)} are not set: source its set_env.sh); only NPUs need it"
+    return found.problem() or f"{found.release or 'of unknown release'}, {found.variable} is {found.home}"
+
+
+def _npu_plugin(result: Probe) -> str:
+    """Kernels for NPUs: built, loadable, and if not, why."""
+    try:
+        libraries = npu_plugin.libraries()
+    except MissingDependencyError as error:
+        return f"cannot be looked for: {error}"
+    if NPU_PLUGIN in result.errors:
+        return f"built, but cannot be loaded ({result.errors[NPU_PLUGIN]}); operators run in PyTorch on NPUs"
+    if NPU_PLUGIN in result.answers:
+        return f"built and loaded: {libraries.plugin}"
+    missing = libraries.missing()
+    if missing is not None:
+        return f"{missing}; without it operators run in PyTorch on NPUs"
+    return f"built: {libraries.plugin}; it cannot be loaded without torch_npu"
+
+
+def _plugin_can_be_loaded() -> bool:
+    """Whether there is something to load, and what it needs."""
+    try:
+        return _version("torch-npu") is not None and npu_plugin.libraries().missing() is None
+    except MissingDependencyError:
+        return False
 
 
 def _torch_cuda() -> str | None:

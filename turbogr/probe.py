@@ -4,6 +4,7 @@ It holds no try block on purpose. A package whose import raises, aborts or kills
 that it printed names the culprit; the parent goes on with a new child for the rest.
 """
 
+import ctypes
 import importlib
 import json
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 ACCELERATORS = "@accelerators"
 OPERATORS = "@operators"
+NPU_PLUGIN = "@npu-plugin"
 
 
 def accelerators() -> list[str]:
@@ -36,11 +38,20 @@ def operators() -> list[dict[str, str]]:
     return [asdict(info) for info in describe(load=True)]
 
 
+def npu_plugin() -> str:
+    """The plugin for NPUs, loaded with its kernels."""
+    from turbogr.ops.npu_plugin import libraries, load
+
+    importlib.import_module("torch_npu")
+    ctypes.CDLL(str(libraries().kernels))
+    return str(load())
+
+
 def main(names: list[str]) -> None:
     """Prints a JSON object a line: {"start": name}, then {"done": name, "answer": ...} if that did not end the process.
 
     Args:
-        names: importable modules, ACCELERATORS or OPERATORS.
+        names: importable modules, ACCELERATORS, OPERATORS or NPU_PLUGIN.
     """
     for name in names:
         print(json.dumps({"start": name}), flush=True)
@@ -49,6 +60,8 @@ def main(names: list[str]) -> None:
             answer = accelerators()
         elif name == OPERATORS:
             answer = operators()
+        elif name == NPU_PLUGIN:
+            answer = npu_plugin()
         else:
             importlib.import_module(name)
         print(json.dumps({"done": name, "answer": answer}), flush=True)

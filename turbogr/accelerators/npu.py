@@ -22,6 +22,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from turbogr.errors import ConfigurationError, MissingDependencyError
+from turbogr.ops import npu_plugin
 
 NPU = "npu"
 """Name of the accelerator and of the device type."""
@@ -62,7 +63,7 @@ class NPUAccelerator(Accelerator):
         _npu()
 
     def setup_device(self, device: torch.device) -> None:
-        """Makes `device` the process's NPU.
+        """Makes `device` the process's NPU, and loads the plugin with kernels for it where that has been built.
 
         Raises:
             ConfigurationError: if it is none, which is what strategy="auto" chooses for one device.
@@ -73,6 +74,7 @@ class NPUAccelerator(Accelerator):
                 "NPU; set trainer.strategy to turbogr, or pass strategy=SingleDeviceStrategy('npu:0')"
             )
         _npu().set_device(device)
+        npu_plugin.load_or_tell()
 
     def setup(self, trainer: Trainer) -> None:
         """Lets mixed precision run on the NPU.
