@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint bench clean
+.PHONY: help setup train test lint bench npu-plugin npu-kernels npu-cpu-twin clean
 
 PYTHON ?=
 VENV := .venv
@@ -18,6 +18,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   run every benchmark"
+	@echo "make npu-plugin   compile the plugin for Ascend NPUs (needs no CANN; make npu-kernels does, docs/npu.md)"
 	@echo "make clean   remove build output and caches (.venv, data/ and runs/ stay)"
 
 setup: $(STAMP) $(KERNELS)
@@ -57,6 +58,16 @@ bench: $(STAMP) $(KERNELS)
 	  options=; if [ $$script = benchmarks/train_step.py ] && [ -f $(DATA)/manifest.json ]; then options="--data-short $(DATA)"; fi; \
 	  echo "== $$script $$options"; $(PY) "$$script" $$options || failed="$$failed $$script"; done; \
 	if [ -n "$$failed" ]; then echo "promises not kept:$$failed" >&2; exit 1; fi
+
+# docs/npu.md. The first needs no CANN and no NPU; torch-npu's wheel is downloaded and unpacked, never installed.
+npu-plugin: $(STAMP)
+	$(PY) -m turbogr.npu_build
+
+npu-kernels: $(STAMP)
+	$(PY) -m turbogr.npu_build --kernels
+
+npu-cpu-twin: $(STAMP)
+	$(PY) -m turbogr.npu_build --cpu-twin
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis turbogr.egg-info
