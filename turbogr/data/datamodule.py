@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -17,9 +18,17 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from turbogr.batch import JaggedBatch
 from turbogr.data.balance import CostModel
+from turbogr.data.distributions import (
+    POPULARITY_EXPONENT,
+    Float64Array,
+    NegativeSampling,
+    check_sampling,
+    negative_sampler,
+    probabilities,
+)
 from turbogr.data.features import FeatureTable, chosen
-from turbogr.data.histories import HELD_OUT, EvaluationHistories, Protocol, Stage, TrainingHistories
-from turbogr.data.negatives import UniformNegatives, check_seed
+from turbogr.data.histories import HELD_OUT, EvaluationHistories, Protocol, Stage, TrainingHistories, target_counts
+from turbogr.data.negatives import check_seed
 from turbogr.data.prepared import PreparedData
 from turbogr.data.resuming import differences, settle_progress
 from turbogr.data.samplers import EpochBatches, EvaluationBatches, EvaluationLoader, TrainingLoader
@@ -32,7 +41,7 @@ from turbogr.seeds import global_seed
 class SequenceDataModule(LightningDataModule):
     """Loads a prepared folder as `JaggedBatch`es.
 
-    Training: one history a user, its newest `max_length` tokens, each with `num_negatives` uniform draws from the catalogue.
+    Training: one history a user, its newest `max_length` tokens, each with `num_negatives` draws from the catalogue.
     The order of users depends on (seed, epoch) and the draws on (seed, epoch, user, position), never on workers or on where a
     run was interrupted: `Trainer.fit(ckpt_path=…)` trains exactly the batches that were not yet trained.
 
@@ -55,6 +64,11 @@ class SequenceDataModule(LightningDataModule):
         batch_size: users per training batch, on each rank; without effect on training where `tokens_per_batch` is a number.
         max_length: most tokens of a history; of longer ones the newest are used.
         num_negatives: negatives drawn for each training token.
+        negative_sampling: what they are drawn from: the catalogue, "uniform", by "log_uniform" of the rank in popularity, or by
+            "popularity"; or "in_batch", the targets of the batch's other tokens, which no longer depends on (seed, epoch,
+            user, position) alone. Popularity is how often an item is a target of training. The model's loss corrects its
+            logits by `log_q`; see `turbogr.data.distributions.probabilities`.
+        popularity_exponent: for "popularity", a power of the popularity: 1 is in proportion, 0 uniform.
         protocol: "three_way" (last event test, the one before validation) or "published" (last event both); None is the
             prepared folder's own.
         eval_batch_size: users per batch of validation, test and prediction, on each rank; None is `batch_size`.
@@ -103,9 +117,12 @@ class SequenceDataModule(LightningDataModule):
         balance_method: BalanceMethod = "greedy",
         max_tokens_per_rank: int | None = None,
         stochastic_length: StochasticLength | None = None,
+        negative_sampling: NegativeSampling = "uniform",
+        popularity_exponent: float = POPULARITY_EXPONENT,
     ) -> None:
         super().__init__()
         _at_least_one(batch_size=batch_size, max_length=max_length, num_negatives=num_negatives)
+        check_sampling(negative_sampling, popularity_exponent)
         self.sharing = Sharing.of(balance, balance_cost, balance_method, max_tokens_per_rank)
         check_tokens_per_batch(tokens_per_batch, drop_last)
         if eval_batch_size is not None:
@@ -124,6 +141,7 @@ class SequenceDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.max_length = max_length
         self.num_negatives = num_negatives
+        self.negative_sampling, self.popularity_exponent = negative_sampling, popularity_exponent
         self.protocol: Protocol = protocol or ("published" if self.prepared.protocol == "published" else "three_way")
         self.eval_batch_size = eval_batch_size or batch_size
         self.num_workers = resolve_workers(num_workers)
@@ -153,6 +171,18 @@ class SequenceDataModule(LightningDataModule):
         return self._features
 
     @property
+    def log_q(self) -> npt.NDArray[np.float32] | None:
+        """float32 [V], logarithm of each item's probability to be a given draw, finite everywhere; None if all are equal."""
+        return None if self._chances is None else np.log(self._chances).astype(np.float32)
+
+    @cached_property
+    def _chances(self) -> Float64Array | None:
+        if self.negative_sampling == "uniform":
+            return None  # and the events need not be read
+        counts = target_counts(self.prepared, self.protocol, self.max_length)
+        return probabilities(self.negative_sampling, counts, self.popularity_exponent)
+
+    @property
     def num_training_tokens(self) -> int:
         """T of an epoch: the newest `max_length` tokens of every user who has two training events or more."""
         events = np.diff(np.asarray(self.prepared.offsets)) - HELD_OUT[self.protocol]["validation"]
@@ -180,7 +210,7 @@ class SequenceDataModule(LightningDataModule):
             DataError: no user has two training events.
             ConfigurationError: an epoch would have no batch, or `overfit_batches` is a share.
         """
-        negatives = UniformNegatives(self.num_items, self.num_negatives, self.seed)
+        negatives = negative_sampler(self.negative_sampling, self._chances, self.num_items, self.num_negatives, self.seed)
         histories = TrainingHistories(
             self.prepared, self.protocol, self.max_length, negatives, self._event_features(), self.seed
         )
@@ -261,6 +291,8 @@ class SequenceDataModule(LightningDataModule):
             "ranks": self._ranks()[1],
             "max_length": self.max_length,
             "num_negatives": self.num_negatives,
+            "negative_sampling": self.negative_sampling,
+            "popularity_exponent": self.popularity_exponent,
             "seed": self.seed,
             "drop_last": self.drop_last,
             "tokens_per_batch": self.tokens_per_batch,

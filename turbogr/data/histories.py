@@ -15,7 +15,9 @@ from turbogr.data.prepared import HELD_OUT, PreparedData, Protocol, Stage
 from turbogr.data.samplers import BatchKey
 from turbogr.data.stochastic_length import thinned
 
-__all__ = ["HELD_OUT", "EvaluationHistories", "Protocol", "Stage", "TrainingHistories"]
+__all__ = ["HELD_OUT", "EvaluationHistories", "Protocol", "Stage", "TrainingHistories", "target_counts"]
+
+_COUNT_CHUNK = 1 << 22
 
 
 class TrainingHistories(Dataset[JaggedBatch]):
@@ -72,15 +74,16 @@ class TrainingHistories(Dataset[JaggedBatch]):
         else:
             positions = thinned(whole, lengths, users, self.seed, key.epoch)
             events = np.repeat(ends - 1 - whole, lengths) + positions
+        targets = _gather(self.data.items, events + 1)
         return JaggedBatch(
             values=_gather(self.data.items, events),
             offsets=_offsets(lengths),
             timestamps=_gather(self.data.times, events),
-            targets=_gather(self.data.items, events + 1),
+            targets=targets,
             target_times=_gather(self.data.times, events + 1),
             user_ids=torch.tensor(users),
             max_length=self.max_length,
-            negatives=self.negatives.draw(users, lengths, key.epoch),
+            negatives=self.negatives.draw(users, lengths, key.epoch, targets),
             features=_features(self.data, self.features, events),
         )
 
@@ -149,6 +152,26 @@ class EvaluationHistories:
             seen_offsets=seen_offsets,
             features=_features(self.data, self.features, events),
         )
+
+
+def target_counts(data: PreparedData, protocol: Protocol, max_length: int) -> Int64Array:
+    """Count how often each item is a target in an epoch of training on whole histories.
+
+    Args:
+        data: the prepared folder.
+        protocol: decides which events are training events; held-out events are not counted.
+        max_length: most tokens of a history; older events are not counted.
+
+    Returns:
+        int64 [V]; the sum is the number of training tokens.
+    """
+    counts = np.zeros(data.num_items, dtype=np.int64)
+    step = max(1, _COUNT_CHUNK // max_length)
+    for start in range(0, data.num_users, step):
+        begins, ends = _bounds(data, np.arange(start, min(start + step, data.num_users)), HELD_OUT[protocol]["validation"])
+        lengths = np.clip(ends - begins - 1, 0, max_length)
+        counts += np.bincount(np.asarray(data.items)[_spans(ends - lengths, lengths)], minlength=data.num_items)
+    return counts
 
 
 def _bounds(data: PreparedData, users: Int64Array, held_out: int) -> tuple[Int64Array, Int64Array]:

@@ -9,6 +9,7 @@ Philox generator a sample.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -30,9 +31,11 @@ LENGTH = 3
 THINNING = 4
 """Purpose of `stream_keys`: which tokens of a thinned history stay."""
 
+LOW = np.uint64(0xFFFFFFFF)
+"""The lower half of a word."""
+
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: SplitMix64's step between two counters
 _MASK = (1 << 64) - 1
-_LOW = np.uint64(0xFFFFFFFF)
 _LOW_HALF = 0 if sys.byteorder == "little" else 1
 _NONE = np.empty(0, dtype=np.int64)
 _CHUNK = 1 << 14  # words hashed at a time: two buffers of 128 KiB stay in the cache
@@ -40,20 +43,25 @@ _RETRY = 1 << 40  # counters of redraws start here, beyond every first draw
 
 
 class NegativeSampler(Protocol):
-    """Draws the negatives of a batch. Must be picklable, and a pure function of its arguments."""
+    """Draws the negatives of a batch. Must be picklable, and a pure function of its arguments.
+
+    Others than uniform draws are in `turbogr.data.distributions`.
+    """
 
     num_negatives: int
 
-    def draw(self, samples: Int64Array, lengths: Int64Array, epoch: int) -> Tensor:
+    def draw(self, samples: Int64Array, lengths: Int64Array, epoch: int, targets: Tensor) -> Tensor:
         """Draw negatives for every token of a batch.
 
         Args:
             samples: int64 [B], the identity of each sample: its user row.
             lengths: int64 [B], tokens of each sample; T is their sum.
             epoch: of the data, from 0.
+            targets: int64 [T], item row of each token's target; only who draws within the batch looks at it.
 
         Returns:
-            int64 [T, R], item rows; equal arguments give equal draws, whatever else the batch holds.
+            int64 [T, R], item rows; equal arguments give equal draws, whatever else the batch holds, unless they are drawn
+            within it.
         """
         ...
 
@@ -81,34 +89,23 @@ class UniformNegatives:
         self.num_negatives = num_negatives
         self.seed = check_seed(seed)
 
-    def draw(self, samples: Int64Array, lengths: Int64Array, epoch: int) -> Tensor:
+    def draw(self, samples: Int64Array, lengths: Int64Array, epoch: int, targets: Tensor | None = None) -> Tensor:
         """Draw negatives for every token of a batch; see `NegativeSampler.draw`."""
-        tokens, draws = int(lengths.sum()), self.num_negatives
-        words = (draws + 1) // 2  # one 64-bit word gives two draws
-        first = np.cumsum(lengths) - lengths
-        # A token's counters start at its position times R, so those of two positions, and their redraws, never meet.
-        positions = (np.arange(tokens) - np.repeat(first, lengths)).astype(np.uint64)
-        starts = np.repeat(stream_keys(self.seed, epoch, samples, NEGATIVES), lengths)
-        starts += positions * np.uint64(draws * _GOLDEN & _MASK)
-        steps = np.arange(words, dtype=np.uint64) * np.uint64(_GOLDEN)
-
-        out = np.empty((tokens, draws), dtype=np.uint64)
+        draws = self.num_negatives
+        starts = token_streams(self.seed, epoch, samples, lengths, draws)
+        out = np.empty((len(starts), draws), dtype=np.uint64)
         rejected = [_NONE]
         # Lemire, "Fast Random Integer Generation in an Interval" (2019): x V / 2^32 is unbiased once the x whose product leaves
         # less than 2^32 mod V below are rejected. That is a share of V / 2^32: almost none, so they are redrawn together.
         excess = np.uint32((1 << 32) % self.num_items)
-        rows = max(1, _CHUNK // words)
-        word, scratch = np.empty((rows, words), np.uint64), np.empty((rows, words), np.uint64)
-        for start in range(0, tokens, rows):
-            z = np.add(starts[start : start + rows, None], steps, out=word[: tokens - start])
-            mix(z, scratch[: tokens - start])
-            product = out[start : start + rows]
-            product[...] = z.view(np.uint32)[:, :draws]
+        for rows, words in hashed(starts, (draws + 1) // 2):  # one 64-bit word gives two draws
+            product = out[rows]
+            product[...] = words.view(np.uint32)[:, :draws]
             product *= np.uint64(self.num_items)
             if excess:
                 bad = product.view(np.uint32)[:, _LOW_HALF::2] < excess
                 if bad.any():
-                    rejected.append(np.flatnonzero(bad) + start * draws)
+                    rejected.append(np.flatnonzero(bad) + rows.start * draws)
             product >>= np.uint64(32)
         self._redraw(out, np.concatenate(rejected), starts)
         return torch.from_numpy(out.view(np.int64))
@@ -120,9 +117,9 @@ class UniformNegatives:
             attempt += 1
             row, column = np.divmod(rejected, self.num_negatives)
             z = starts[row] + (column.astype(np.uint64) + np.uint64(attempt * _RETRY)) * np.uint64(_GOLDEN)
-            product = (mix(z, np.empty_like(z)) & _LOW) * np.uint64(self.num_items)
+            product = (mix(z, np.empty_like(z)) & LOW) * np.uint64(self.num_items)
             out[row, column] = product >> np.uint64(32)
-            rejected = rejected[(product & _LOW) < excess]
+            rejected = rejected[(product & LOW) < excess]
 
 
 def stream_keys(seed: int, epoch: int, samples: Int64Array, purpose: int) -> UInt64Array:
@@ -145,6 +142,46 @@ def stream_keys(seed: int, epoch: int, samples: Int64Array, purpose: int) -> UIn
         mix(key, np.empty_like(key))
     keys = key + (samples.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return mix(keys, np.empty_like(keys))
+
+
+def token_streams(seed: int, epoch: int, samples: Int64Array, lengths: Int64Array, draws: int) -> UInt64Array:
+    """Where each token's stream of random words starts.
+
+    Args:
+        seed: 0..2^64 - 1.
+        epoch: from 0.
+        samples: int64 [B], identity of each sample.
+        lengths: int64 [B], tokens of each sample; T is their sum.
+        draws: words that a token may use at most.
+
+    Returns:
+        uint64 [T], for `hashed`: by (seed, epoch, sample, position) alone.
+    """
+    first = np.cumsum(lengths) - lengths
+    # A token's counters start at its position times `draws`, so those of two positions, and their redraws, never meet.
+    positions = (np.arange(int(lengths.sum())) - np.repeat(first, lengths)).astype(np.uint64)
+    starts = np.repeat(stream_keys(seed, epoch, samples, NEGATIVES), lengths)
+    starts += positions * np.uint64(draws * _GOLDEN & _MASK)
+    return starts
+
+
+def hashed(starts: UInt64Array, words: int) -> Iterator[tuple[slice, UInt64Array]]:
+    """The first words of each stream, some streams at a time: so many that two buffers of them stay in the cache.
+
+    Args:
+        starts: uint64 [T], from `token_streams`.
+        words: W, of each stream.
+
+    Yields:
+        Rows of `starts`, and uint64 [rows, W], which the next step overwrites and the caller may, too.
+    """
+    steps = np.arange(words, dtype=np.uint64) * np.uint64(_GOLDEN)
+    rows = max(1, _CHUNK // words)
+    word, scratch = np.empty((rows, words), np.uint64), np.empty((rows, words), np.uint64)
+    for start in range(0, len(starts), rows):
+        chunk = slice(start, min(start + rows, len(starts)))
+        z = np.add(starts[chunk, None], steps, out=word[: chunk.stop - start])
+        yield chunk, mix(z, scratch[: chunk.stop - start])
 
 
 def mix(z: UInt64Array, scratch: UInt64Array) -> UInt64Array:

@@ -16,10 +16,12 @@ _EARLIER = {
     "balance_cost": None,
     "balance_method": "greedy",
     "max_tokens_per_rank": None,
+    "negative_sampling": "uniform",
+    "popularity_exponent": 1.0,
 }
 """What versions that did not know these options did."""
 _WHO = ("balance", "balance_cost", "balance_method", "max_tokens_per_rank", "ranks")
-"""Who trains a user, not what a step trains; unless ranks thin their own users."""
+"""Who trains a user, not what a step trains; unless ranks thin their own users, or draw negatives among their own tokens."""
 _SIZE = ("batch_size", "tokens_per_batch")
 
 
@@ -55,7 +57,7 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """How a checkpoint's data and order differ from ours.
 
     Ranks may differ if the users of a step stay the same, and so may how they share them; but not where they thin histories
-    (stochastic length), each up to its own load.
+    (stochastic length), each up to its own load, or draw negatives from their own part of the batch.
 
     Args:
         theirs: `SequenceDataModule.state_dict` of the checkpoint, perhaps of an earlier version.
@@ -66,7 +68,7 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     """
     theirs = _EARLIER | theirs
     elsewhere = {*_WHO, *_SIZE, "vocabulary"}  # the last is part of the content
-    if ours["stochastic_length"] is not None:
+    if ours["stochastic_length"] is not None or ours["negative_sampling"] == "in_batch":
         elsewhere -= set(_WHO)
     found = [f"{k} was {theirs.get(k)!r} and is {v!r}" for k, v in ours.items() if k not in elsewhere and theirs.get(k) != v]
     units = [state["tokens_per_batch"] for state in (theirs, ours)]
