@@ -14,18 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "align.h"
+#include "row_block.h"
 
 namespace turbogr::ascend {
 
 enum class BlockOf { QUERIES, KEYS };
-
-// Rows first ... first + BLOCK_ROWS of the sequence whose first token is `token`, as far as its length reaches.
-struct RowBlock {
-    int32_t token, length, first;
-};
-
-constexpr int64_t ROW_BLOCK_INTS = 3;  // of a RowBlock in a packed plan
 
 struct CoreAssignment {
     std::vector<std::vector<RowBlock>> blocks;  // by core, in the order in which they run

@@ -16,8 +16,8 @@ struct CubeShape {
     int32_t base_m, base_n, base_k;
 };
 
-// Base sizes are multiples of 16, and both buffers of every level hold them: L0A [base_m, base_k], L0B [base_k, base_n], L0C
-// [base_m, base_n] in float32, L1 two of each operand.
+// Base sizes are multiples of 16. Both buffers of L0A hold [base_m, base_k], of L0B [base_k, base_n]; L0C holds [base_m, base_n]
+// in float32; L1 holds one of each operand for every object.
 inline CubeShape cube_shape(int64_t m, int64_t n, int64_t k, int64_t element_bytes) {
     const int64_t base_m = smaller(round_up(m, 16), 128), base_n = smaller(round_up(n, 16), 128);
     const int64_t most_k = smaller(L0A_BYTES / 2 / (base_m * element_bytes), L0B_BYTES / 2 / (base_n * element_bytes));
@@ -26,9 +26,10 @@ inline CubeShape cube_shape(int64_t m, int64_t n, int64_t k, int64_t element_byt
             static_cast<int32_t>(base_n), static_cast<int32_t>(base_k)};
 }
 
-inline bool cube_shape_fits(const CubeShape& s, int64_t element_bytes) {
-    const int64_t a = int64_t{2} * s.base_m * s.base_k * element_bytes, b = int64_t{2} * s.base_n * s.base_k * element_bytes;
-    return s.base_k > 0 && a <= L0A_BYTES && b <= L0B_BYTES && int64_t{2} * s.base_m * s.base_n * 4 <= L0C_BYTES && a + b <= L1_BYTES;
+inline bool cube_shape_fits(const CubeShape& s, int64_t element_bytes, int64_t objects) {
+    const int64_t a = int64_t{s.base_m} * s.base_k * element_bytes, b = int64_t{s.base_n} * s.base_k * element_bytes;
+    return s.base_k > 0 && 2 * a <= L0A_BYTES && 2 * b <= L0B_BYTES && int64_t{4} * s.base_m * s.base_n <= L0C_BYTES &&
+           objects * (a + b) <= L1_BYTES;
 }
 
 }  // namespace turbogr::ascend
