@@ -177,6 +177,8 @@ def test_a_switch_is_added_to_a_recipe(switch, prepared, capsys):
     [
         ("token_batches", {"tokens_per_batch": "auto", "balance": "off"}),
         ("balance", {"tokens_per_batch": None, "balance": "tokens"}),
+        ("popularity_negatives", {"negative_sampling": "popularity", "popularity_exponent": 1.0}),
+        ("in_batch_negatives", {"negative_sampling": "in_batch"}),
     ],
 )
 def test_switches_of_the_data(switch, expected, prepared):
