@@ -1,0 +1,1 @@
+"""AscendC kernels on the stand-in of tests/ascendc_host: parity, counters, guards."""
