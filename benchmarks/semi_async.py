@@ -37,6 +37,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from _noise import STUDENT, standard_error
 from _report import Report, parse_arguments
 from _results import CHECKOUT, RESULTS, SHARED_DATA, add_row, markdown_table, read_rows, write_section
 from matplotlib.figure import Figure
@@ -59,8 +60,6 @@ COUNTED = "counted"
 """In place of a mode: a row of what Collisions says."""
 WINDOW = 50
 """Steps that it counts."""
-STUDENT = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306}
-"""Degrees of freedom -> 97.5 % quantile of Student's t: how many standard errors seeds alone explain."""
 PAGE = CHECKOUT / "docs" / "semi-async.md"
 PNG = CHECKOUT / "docs" / "images" / "semi_async.png"
 
@@ -232,12 +231,7 @@ def seed_noise(rows: Sequence[Row], name: str, metric: str) -> float:
 
     nan where there is one seed only.
     """
-    groups = [values_of(rows, name, mode, metric) for mode in MODES]
-    freedom = sum(len(group) - 1 for group in groups)
-    if freedom < 1:
-        return math.nan
-    squares = sum(sum((x - statistics.fmean(group)) ** 2 for x in group) for group in groups)
-    return math.sqrt(squares / freedom * 2 / len(groups[0]))
+    return standard_error([values_of(rows, name, mode, metric) for mode in MODES])
 
 
 def data_table(rows: Sequence[Row], name: str) -> str:
