@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from turbogr.batch import JaggedBatch
 from turbogr.negative_bytes import (
     FP16,
     NegativeLoad,
@@ -94,6 +97,26 @@ def test_expected_rows_at_the_ends():
     assert NegativeLoad.expected(0, 4, 8, 1).distinct == NegativeLoad.expected(0, 4, 8, 9).distinct == 0
     with pytest.raises(ValueError, match="num_items"):
         NegativeLoad.expected(10, 4, 8, 5, others=6)
+
+
+def test_a_batch_is_counted():
+    negatives = torch.tensor([[5, 6], [5, 0], [9, 1]])
+    batch = JaggedBatch(
+        values=torch.tensor([0, 2, 4]),
+        offsets=torch.tensor([0, 3]),
+        timestamps=torch.arange(3),
+        targets=torch.tensor([2, 4, 6]),
+        target_times=torch.arange(3),
+        user_ids=torch.tensor([0]),
+        max_length=3,
+        negatives=negatives,
+    )
+    assert NegativeLoad.of(batch, 8) == NegativeLoad(3, 2, 8, distinct=5, added=3), "0 is a token, 6 a target"
+    assert NegativeLoad.of(batch, 8, 1) == NegativeLoad(3, 1, 8, distinct=2, added=2)
+    with pytest.raises(ValueError, match="3 negatives a token cannot be taken from a batch that has 2"):
+        NegativeLoad.of(batch, 8, 3)
+    with pytest.raises(ValueError, match="has 0"):
+        NegativeLoad.of(replace(batch, negatives=None), 8)
 
 
 def test_the_papers_table_is_the_gathered_tensor():

@@ -109,6 +109,23 @@ def test_operations_are_those_of_the_formulas(name, data):
         assert step.padded > step.operations
 
 
+def test_negatives_are_counted_for_each_choice(data):
+    found = plan(on_meta(BACKBONES["hstu"]), data)
+    epoch = list(data.train_dataloader())
+    for step in found.steps.values():
+        batch = next(b for b in epoch if (b.num_tokens, causal_pairs(b.offsets)) == (step.tokens, step.pairs))
+        rows, others = set(batch.negatives.flatten().tolist()), {*batch.values.tolist(), *batch.targets.tolist()}
+        assert len(rows | others) == step.distinct_rows
+        assert step.negative_choices["fused"].rows == 2 * len(rows - others) * D * 4
+        assert step.negative_choices["fp16"].rows == len(rows) * D * 2
+        assert step.negative_choices["gathered"].rows == step.tokens * R * D * 4
+        fewer = set(batch.negatives[:, : (R + 1) // 2].flatten().tolist())
+        assert step.negative_choices["sharing k = 2"].rows == 2 * len(fewer - others) * D * 4
+        assert not step.offload_pays, "two segments of 100 tokens are more than all rows"
+    choices = found.as_dict()["sums"]["p50"]["negatives"]
+    assert choices["fp16"] == found.steps["p50"].negative_choices["fp16"].device
+
+
 def test_pairs_are_those_of_the_lengths():
     offsets = torch.tensor([0, 3, 3, 4, 9])
     assert causal_pairs(offsets) == 6 + 0 + 1 + 15

@@ -19,6 +19,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
+from turbogr.batch import JaggedBatch
+
 SEGMENT = 100
 """Tokens that are fetched from the host at a time: the paper's."""
 
@@ -45,6 +49,26 @@ class NegativeLoad:
     width: int
     distinct: int
     added: int
+
+    @classmethod
+    def of(cls, batch: JaggedBatch, width: int, drawn: int | None = None) -> NegativeLoad:
+        """Of a batch, counted.
+
+        Args:
+            batch: with negatives.
+            width: D.
+            drawn: R, if only the first R negatives of each token are to be looked up.
+
+        Raises:
+            ValueError: if the batch has no negatives, or fewer than `drawn`.
+        """
+        found = 0 if batch.negatives is None else batch.negatives.shape[1]
+        wanted = found if drawn is None else drawn
+        if batch.negatives is None or not 0 <= wanted <= found:
+            raise ValueError(f"{wanted} negatives a token cannot be taken from a batch that has {found}")
+        rows = batch.negatives[:, :wanted].unique()
+        seen = torch.isin(rows, torch.cat([batch.values, batch.targets]))
+        return cls(batch.num_tokens, wanted, width, len(rows), len(rows) - int(seen.sum()))
 
     @classmethod
     def expected(cls, tokens: int, drawn: int, width: int, num_items: int, others: int = 0) -> NegativeLoad:

@@ -28,9 +28,13 @@ from turbogr.dry_run import Allocations, DryRun
 from turbogr.errors import ConfigurationError
 from turbogr.flops import Pairs, attention_formulas, causal_pairs, padded_pairs
 from turbogr.models.retriever import GenerativeRetriever
+from turbogr.negative_bytes import NegativeBytes, NegativeLoad, choices, offload_pays
 
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 """The batches of an epoch that are looked at, by their number of tokens."""
+
+SHARING = 2
+"""Expansion factor of shared logits with which negatives are counted."""
 
 PREFETCHED = 2
 """Batches that a loader's worker holds ready: the default of `torch.utils.data.DataLoader`."""
@@ -139,6 +143,8 @@ class StepCost:
         padded: operations, forward and backward, if all histories were padded to the longest and attention were a full square.
         batch_bytes: the batch's own tensors: ids, times, negatives.
         negative_bytes: the drawn ids, and where each of them finds its row.
+        negative_choices: all that negatives take, by how they are looked up and kept (`turbogr.negative_bytes.choices`).
+        offload_pays: what `NegativeOffload` of mode auto would do with this batch.
         kept: bytes that wait for backward, by part: "look-up" (distinct rows, tokens, where each id finds its row), "backbone",
             "loss" (normalised rows, logits of targets and negatives).
         row_gradient_bytes: the gradient of the distinct rows.
@@ -156,6 +162,8 @@ class StepCost:
     padded: int
     batch_bytes: int
     negative_bytes: int
+    negative_choices: dict[str, NegativeBytes]
+    offload_pays: bool
     kept: dict[str, int]
     row_gradient_bytes: int
     most_bytes: int
@@ -195,7 +203,12 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON: all of the above with the sums that the tables show."""
         sums = {
-            name: {"operations": step.operations, "device_bytes": self.total_bytes(step), "host_bytes": self.host_bytes(step)}
+            name: {
+                "operations": step.operations,
+                "device_bytes": self.total_bytes(step),
+                "host_bytes": self.host_bytes(step),
+                "negatives": {choice: found.device for choice, found in step.negative_choices.items()},
+            }
             for name, step in self.steps.items()
         }
         return {"turbogr": turbogr.__version__, **asdict(self), "sums": sums}
@@ -271,6 +284,7 @@ def _step(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision
     lengths, weight = batch.lengths, model.embeddings.weight
     padded_tokens = batch.num_users * int(lengths.max())
     rows = len(model.embeddings.request(model.sparse_features(batch)).ids)
+    negatives = NegativeLoad.of(batch, weight.shape[1])
     return StepCost(
         users=batch.num_users,
         tokens=batch.num_tokens,
@@ -283,6 +297,8 @@ def _step(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision
         padded=of_padded + round(others * padded_tokens / batch.num_tokens),
         batch_bytes=sum(x.nbytes for x in (*vars(batch).values(), *batch.features.values()) if isinstance(x, Tensor)),
         negative_bytes=2 * batch.negatives.nbytes,
+        negative_choices=choices(negatives, NegativeLoad.of(batch, weight.shape[1], -(-negatives.drawn // SHARING)), SHARING),
+        offload_pays=offload_pays(negatives),
         kept=kept,
         row_gradient_bytes=rows * weight.shape[1] * weight.element_size(),
         most_bytes=most,

@@ -28,7 +28,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     tables = [_parameters(plan), _epoch(plan)]
     if plan.steps:
-        tables += [_operations(plan), _memory(plan)]
+        tables += [_operations(plan), _memory(plan), _negatives(plan)]
     for table in tables:
         console.print(table)
     for note in plan.notes:
@@ -129,6 +129,24 @@ def _memory(plan: Plan) -> Table:
     add("gradients: dense", [model.dense_bytes] * len(steps))
     table.add_row("gradients: rows", *(f"{step.distinct_rows:,} rows, {in_bytes(step.row_gradient_bytes)}" for step in steps))
     table.add_row("negatives: ids, places", *(f"{step.negatives:,} a token, {in_bytes(step.negative_bytes)}" for step in steps))
+    return table
+
+
+def _negatives(plan: Plan) -> Table:
+    steps = list(plan.steps.values())
+    table = _table("Negatives on the device, by how they are kept", ("", *plan.steps))
+    table.caption = Text("ids, rows, gradients, logits; sharing looks up fewer for as many logits (docs/negatives.md)")
+    table.add_row("drawn", *(f"{step.negatives:,} a token" for step in steps))
+    table.add_row("distinct rows of the batch", *(f"{step.distinct_rows:,}" for step in steps))
+    table.add_section()
+    names = list(steps[0].negative_choices)
+    for name in names:
+        table.add_row(name, *(in_bytes(step.negative_choices[name].device) for step in steps))
+    table.add_section()
+    for name in (name for name in names if any(step.negative_choices[name].host for step in steps)):
+        table.add_row(f"on the host: {name}", *(in_bytes(step.negative_choices[name].host) for step in steps))
+    table.add_section()
+    table.add_row("NegativeOffload, mode auto", *("offload" if step.offload_pays else "fused" for step in steps))
     return table
 
 
