@@ -83,6 +83,33 @@ void ReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const Local
     *dst.write(host::Unit::Vector, 0, 1) = T(sum);
 }
 
+// dst[0] = the largest or the least of src; dst[1], for an index that is not simulated, holds nothing. `work` is like ReduceSum's.
+template <class T, class Choose>
+void reduce_to_extreme(const char* name, const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work, int32_t count,
+                       bool index, const host::Place& place, Choose choose) {
+    host::enter_vector(name, &host::Counters::vector_reductions, count, place);
+    host::require(count >= 1, "no elements");
+    host::require(!index, "indices are not simulated");
+    const T* from = src.read(host::Unit::Vector, 0, count);
+    const T value = *choose(from, from + count);
+    const int64_t repeats = (count + host::REPEAT<T> - 1) / host::REPEAT<T>, used = host::rounded_up(2 * repeats, host::BLOCK<T>);
+    work.write(host::Unit::Vector, 0, used);
+    work.spoil(0, used * static_cast<int64_t>(sizeof(T)));
+    *dst.write(host::Unit::Scalar, 0, 1) = value;
+}
+
+template <host::Floating T>
+void ReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work, const int32_t count,
+               bool calIndex = false, HOST_PLACE) {
+    reduce_to_extreme("ReduceMax", dst, src, work, count, calIndex, place, [](auto a, auto b) { return std::max_element(a, b); });
+}
+
+template <host::Floating T>
+void ReduceMin(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work, const int32_t count,
+               bool calIndex = false, HOST_PLACE) {
+    reduce_to_extreme("ReduceMin", dst, src, work, count, calIndex, place, [](auto a, auto b) { return std::min_element(a, b); });
+}
+
 // Sums of blocks of 32 bytes. Of each repeat only the first `mask` elements count. The stride of dst is in results of a repeat (8).
 template <host::Floating T, bool isSetMask = true>
 void BlockReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t repeats, const int32_t mask,
