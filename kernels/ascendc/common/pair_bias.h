@@ -7,17 +7,10 @@
 #include "pair_tables.h"
 #include "position_rows.h"
 #include "strips.h"
+#include "tile_walk.h"
 #include "time_pairs.h"
 
 namespace turbogr::ascend {
-
-// Keys key ... key + keys (rows) and queries query ... query + queries (columns) of a sequence, at most TILE each; key and query
-// are multiples of TILE, key <= query.
-struct Square {
-    int64_t key, keys, query, queries;
-
-    __aicore__ inline bool diagonal() const { return key == query; }
-};
 
 // Zeros where the key is behind the query, rows first ... first + rows of a square on the diagonal.
 __aicore__ inline void clear_future(const AscendC::LocalTensor<float>& strip, int64_t first, int64_t rows) {
@@ -27,7 +20,11 @@ __aicore__ inline void clear_future(const AscendC::LocalTensor<float>& strip, in
 }
 
 struct PairTables {
-    GM_ADDR position_bias, time_bias, query_times, key_times, edges;
+    GM_ADDR position_bias;
+    GM_ADDR time_bias;
+    GM_ADDR query_times;
+    GM_ADDR key_times;
+    GM_ADDR edges;
     int64_t tokens, position_count;
     Bucketing buckets;
 };
@@ -66,7 +63,7 @@ class PairBias {
     __aicore__ inline bool has_time() const { return time_; }
 
     // token: of the sequence's first one.
-    __aicore__ inline void prepare(const Square& square, int64_t token) {
+    __aicore__ inline void prepare(const PairTile& square, int64_t token) {
         if (position_) rows_.prepare(square.query - square.key);
         if (time_) pairs_.prepare(token + square.key, square.keys, token + square.query, square.queries);
         for (int64_t first = 0; first < square.keys; first += strip_rows_) {
