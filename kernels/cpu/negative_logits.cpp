@@ -92,7 +92,7 @@ class Token {
 
     // Finds the rows of `token`; false if one is outside the table.
     bool find(int64_t token) {
-        if (!for_samples(p_, token, wrong_, [&](int64_t s, int64_t row) { rows_[s] = table_[row]; })) return false;
+        if (!for_samples(p_, token, p_.count, wrong_, [&](int64_t s, int64_t row) { rows_[s] = table_[row]; })) return false;
         for (int64_t s = p_.count; s < padded_; s++) rows_[s] = rows_[0];
         return true;
     }
@@ -111,6 +111,13 @@ class Token {
     }
 
     void add_up(const float* weights, float* to) const { weighted_sum(weights, rows_, p_.count, p_.width, to); }
+
+    // values() hold products, to which temperature * bias is added: it is divided with them.
+    void add_bias(int64_t token, float temperature) {
+        const int64_t* index = p_.index + token * (p_.count - 1);
+        values_[0] += temperature * p_.bias[p_.targets[token]];
+        for (int64_t s = 1; s < p_.count; s++) values_[s] += temperature * p_.bias[index[s - 1]];
+    }
 
     // values() hold products and become the loss's derivatives by them; returns the loss.
     float softmax(int64_t token, float temperature) {
@@ -183,8 +190,9 @@ int turbogr_sampled_softmax(
     const auto run = [&](Token& worker, int64_t token) {
         if (!worker.find(token)) return;
         worker.multiply(token);
+        if (p.bias != nullptr) worker.add_bias(token, temperature);
         loss[token] = worker.softmax(token, temperature);
-        std::copy_n(worker.values(), p.count, coefficients + token * p.count);
+        std::copy_n(worker.values(), p.count - p.lent, coefficients + token * (p.count - p.lent));
         worker.add_up(worker.values(), direction + token * p.width);
     };
     return for_tokens(p, make, run) ? outside.report(wrong) : 1;

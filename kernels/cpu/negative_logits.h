@@ -16,6 +16,8 @@ struct TurbogrSamples {
     int64_t table_row;
     const int64_t* targets;  // [tokens], or null
     const int64_t* index;    // [tokens, count], or [tokens, count - 1] with targets
+    const float* bias;       // [rows], or null
+    int64_t lent;            // the last `lent` samples of a token, never its target, give the table no gradient
     int64_t threads;
 };
 
@@ -25,9 +27,9 @@ struct TurbogrSamples {
 // logits[t, s] = output[t] . table[sample s of t]
 int turbogr_negative_logits(const TurbogrSamples* samples, float* logits, int64_t* wrong);
 
-// Needs targets. With l[t, s] = output[t] . table[sample s of t] / temperature, where samples s > 0 that equal the target are
-// left out: loss[t] = -log softmax(l[t])[0], coefficients[t, s] = its derivative by output[t] . table[sample s of t], and
-// direction[t] = its derivative by output[t], [tokens, width].
+// Needs targets. With l[t, s] = output[t] . table[sample s of t] / temperature + bias[sample s of t], where samples s > 0 that
+// equal the target are left out: loss[t] = -log softmax(l[t])[0], coefficients[t, s] = its derivative by
+// output[t] . table[sample s of t], [tokens, count - lent], and direction[t] = its derivative by output[t], [tokens, width].
 int turbogr_sampled_softmax(
     const TurbogrSamples* samples, float temperature, float* loss, float* coefficients, float* direction, int64_t* wrong
 );
@@ -35,7 +37,7 @@ int turbogr_sampled_softmax(
 // sums[t] = sum over s of weights[t, s] * table[sample s of t], [tokens, width]. Reads no output.
 int turbogr_weighted_rows(const TurbogrSamples* samples, const float* weights, float* sums, int64_t* wrong);
 
-// sums[u] = sum over the samples that are row u of factors[t] * weights[t, s] * output[t], [rows, width], written whole.
-// Without factors (null) they are 1. Reads no table.
+// sums[u] = sum over the samples that are row u, lent ones left out, of factors[t] * weights[t, s] * output[t], [rows, width],
+// written whole; weights are [tokens, count - lent]. Without factors (null) they are 1. Reads no table.
 int turbogr_row_sums(const TurbogrSamples* samples, const float* weights, const float* factors, float* sums, int64_t* wrong);
 }

@@ -19,17 +19,17 @@ struct Entry {
     float weight;
 };
 
-// The samples of some tokens, distributed over blocks of rows.
+// The samples of some tokens, but for lent ones, distributed over blocks of rows.
 class Blocks {
   public:
-    explicit Blocks(const TurbogrSamples& p) : p_(p), parts_(threads_of(p)) {
+    explicit Blocks(const TurbogrSamples& p) : p_(p), parts_(threads_of(p)), samples_(p.count - p.lent) {
         const int64_t row_bytes = round_up(std::max<int64_t>(p.width, 1), LANES) * static_cast<int64_t>(sizeof(float));
         const int64_t wanted = parts_ == 1 ? 1 : parts_ * BLOCKS_PER_THREAD;
         const auto too_large = [&] { return row_bytes << shift_ > BLOCK_BYTES || p.rows >> shift_ < wanted; };
         while (shift_ > 0 && too_large() && p.rows >> shift_ < MOST_BLOCKS) shift_--;
         count_ = (p.rows >> shift_) + 1;
         const int64_t samples = std::max(SAMPLES_AT_ONCE, p.rows * SAMPLES_PER_ROW);
-        tokens_at_once_ = std::clamp<int64_t>(samples / std::max<int64_t>(p.count, 1), 1, std::max<int64_t>(p.tokens, 1));
+        tokens_at_once_ = std::clamp<int64_t>(samples / std::max<int64_t>(samples_, 1), 1, std::max<int64_t>(p.tokens, 1));
     }
 
     bool allocate_scratch() {
@@ -54,7 +54,7 @@ class Blocks {
     void distribute(int64_t first, const float* weights, const float* factors, Wrong& wrong) {
         std::fill_n(places_, parts_ * count_, int64_t{0});
         for_parts(first, [&](int64_t token, int64_t* places) {
-            for_samples(p_, token, wrong, [&](int64_t, int64_t row) { places[row >> shift_]++; });
+            for_samples(p_, token, samples_, wrong, [&](int64_t, int64_t row) { places[row >> shift_]++; });
         });
         int64_t before = 0;
         for (int64_t block = 0; block < count_; block++) {
@@ -69,8 +69,8 @@ class Blocks {
         const int64_t mask = (int64_t{1} << shift_) - 1;
         for_parts(first, [&](int64_t token, int64_t* places) {
             const float factor = factors == nullptr ? 1 : factors[token];
-            const float* own = weights + token * p_.count;
-            for_samples(p_, token, wrong, [&](int64_t s, int64_t row) {
+            const float* own = weights + token * samples_;
+            for_samples(p_, token, samples_, wrong, [&](int64_t s, int64_t row) {
                 Entry& entry = entries_[places[row >> shift_]++];
                 entry = {static_cast<uint32_t>(token), static_cast<uint32_t>(row & mask), own[s] * factor};
             });
@@ -81,7 +81,7 @@ class Blocks {
     void take(Arena& arena) {
         starts_ = arena.take<int64_t>(count_ + 1);
         places_ = arena.take<int64_t>(parts_ * count_);
-        entries_ = arena.take<Entry>(tokens_at_once_ * p_.count);
+        entries_ = arena.take<Entry>(tokens_at_once_ * samples_);
     }
 
     // Calls run(token, where its part of the tokens counts or writes) for the tokens from `first` on.
@@ -96,7 +96,7 @@ class Blocks {
     }
 
     const TurbogrSamples& p_;
-    int64_t parts_, count_ = 0, tokens_at_once_ = 0;
+    int64_t parts_, samples_, count_ = 0, tokens_at_once_ = 0;
     int shift_ = 31;
     Memory memory_;
     Entry* entries_ = nullptr;

@@ -60,9 +60,9 @@ class Wrong {
     std::atomic<int64_t> first_{NONE};
 };
 
-// Calls use(sample, row) for the samples of a token; false if one is outside.
+// Calls use(sample, row) for the first `count` samples of a token, which are its target at least; false if one is outside.
 template <typename Use>
-bool for_samples(const TurbogrSamples& p, int64_t token, Wrong& wrong, Use use) {
+bool for_samples(const TurbogrSamples& p, int64_t token, int64_t count, Wrong& wrong, Use use) {
     const int64_t first = p.targets == nullptr ? 0 : 1;
     const int64_t* index = p.index + token * (p.count - first);
     const uint64_t rows = static_cast<uint64_t>(p.rows);
@@ -70,7 +70,7 @@ bool for_samples(const TurbogrSamples& p, int64_t token, Wrong& wrong, Use use) 
         if (static_cast<uint64_t>(p.targets[token]) >= rows) return wrong.at(token * p.count), false;
         use(0, p.targets[token]);
     }
-    for (int64_t s = first; s < p.count; s++) {
+    for (int64_t s = first; s < count; s++) {
         const int64_t row = index[s - first];
         if (static_cast<uint64_t>(row) >= rows) return wrong.at(token * p.count + s), false;
         use(s, row);

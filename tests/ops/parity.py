@@ -116,7 +116,9 @@ def negatives(backend: Backend) -> list[Tensor]:
     leaves = leaves_of(torch.randn(TOKENS, 37), torch.randn(211, 37))
     index, targets = torch.randint(0, 211, (TOKENS, 19)), torch.randint(0, 211, (TOKENS,))
     logits = negative_logits(*leaves, index, backend=backend)
-    return with_gradients([logits, sampled_softmax(*leaves, targets, index, temperature=0.7, backend=backend)], leaves)
+    loss = sampled_softmax(*leaves, targets, index, temperature=0.7, backend=backend)
+    corrected = sampled_softmax(*leaves, targets, index, temperature=0.7, bias=torch.randn(211), lent=7, backend=backend)
+    return with_gradients([logits, loss, corrected], leaves)
 
 
 def unique(backend: Backend) -> list[Tensor]:

@@ -175,9 +175,9 @@ def test_reference_as_a_back_end():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend):
     output, table, *samples = inputs_of(5, 3, 2, 30)
-    torch.library.opcheck(_sampled_softmax, (output, table, *samples, 0.1, backend))
-    kept = [x.detach() for x in _sampled_softmax(output, table, *samples, 0.1, backend)[1:]]
-    torch.library.opcheck(_sampled_softmax_backward, (torch.randn(5), output.detach(), 30, *samples, *kept, backend))
+    torch.library.opcheck(_sampled_softmax, (output, table, *samples, 0.1, None, 0, backend))
+    kept = [x.detach() for x in _sampled_softmax(output, table, *samples, 0.1, None, 0, backend)[1:]]
+    torch.library.opcheck(_sampled_softmax_backward, (torch.randn(5), output.detach(), 30, *samples, *kept, 0, backend))
 
 
 def test_gradcheck():
@@ -187,7 +187,7 @@ def test_gradcheck():
 
 def test_only_the_loss_is_differentiable():
     output, table, *samples = inputs_of(5, 3, 2, 30)
-    loss, coefficients, direction = _sampled_softmax(output, table, *samples, 0.1, "auto")
+    loss, coefficients, direction = _sampled_softmax(output, table, *samples, 0.1)
     assert loss.requires_grad
     assert not coefficients.requires_grad
     assert not direction.requires_grad

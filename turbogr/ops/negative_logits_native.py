@@ -28,7 +28,8 @@ class _Samples(ctypes.Structure):
         ("output_row", c_int64),
         ("table", c_void_p),
         ("table_row", c_int64),
-        *((name, c_void_p) for name in ("targets", "index")),
+        *((name, c_void_p) for name in ("targets", "index", "bias")),
+        ("lent", c_int64),
         ("threads", c_int64),
     ]
 
@@ -44,6 +45,8 @@ class SampledRows:
         targets: int64 [T]: a token's sample 0, before its R others; or None.
         output: float32 [T, D].
         table: float32 [U, D]; None if only `row_sums` is called.
+        bias: float32 [U], added to the logits of `softmax`; None for none.
+        lent: so many of a token's last samples, 0 <= lent <= R, are left out by `row_sums`.
 
     Raises:
         ValueError: if there are more than `MOST_TOKENS` tokens.
@@ -58,14 +61,18 @@ class SampledRows:
         targets: Tensor | None,
         output: Tensor,
         table: Tensor | None = None,
+        bias: Tensor | None = None,
+        lent: int = 0,
     ) -> None:
         if output.shape[0] > MOST_TOKENS:
             raise ValueError(f"{operator}: {output.shape[0]:,} tokens are beyond 2^32 - 1")
         self.operator, self.library = operator, library
         self.tokens, self.width = output.shape
         self.count, self.num_rows = index.shape[1] + (targets is not None), num_rows
+        self.lent = lent
         self.index, self.targets = index.contiguous(), None if targets is None else targets.contiguous()
         self.output, self.table = rows(output), None if table is None else rows(table)
+        self.bias = None if bias is None else bias.contiguous()
         self.samples = _Samples(
             self.tokens,
             self.count,
@@ -77,6 +84,8 @@ class SampledRows:
             0 if self.table is None else self.table.stride(0),
             pointer(self.targets),
             pointer(self.index),
+            pointer(self.bias),
+            lent,
             torch.get_num_threads(),
         )
 
@@ -87,8 +96,8 @@ class SampledRows:
         return logits
 
     def softmax(self, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses [T], their derivatives by the products [T, 1 + R] and by the output [T, D], float32."""
-        results = _empty(self.tokens), _empty(self.tokens, self.count), _empty(self.tokens, self.width)
+        """Losses [T], their derivatives by the products [T, 1 + R - lent] and by the output [T, D], float32."""
+        results = _empty(self.tokens), _empty(self.tokens, self.count - self.lent), _empty(self.tokens, self.width)
         self._run("turbogr_sampled_softmax", c_float(temperature), *results)
         return results
 
@@ -99,7 +108,10 @@ class SampledRows:
         return sums
 
     def row_sums(self, weights: Tensor, factors: Tensor | None = None) -> Tensor:
-        """float32 [U, D]: outputs of the tokens that drew a row, summed with the weights [T, R or 1 + R] times factors [T]."""
+        """float32 [U, D]: outputs of the tokens that drew a row, summed with the weights times factors [T].
+
+        Weights are [T, R - lent], or [T, 1 + R - lent] with targets.
+        """
         sums = _empty(self.num_rows, self.width)
         self._run("turbogr_row_sums", weights.contiguous(), None if factors is None else factors.contiguous(), sums)
         return sums
