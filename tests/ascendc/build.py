@@ -1,8 +1,8 @@
 """Compiles a driver with the unmodified kernels on the stand-in of tests/ascendc_host, and calls it.
 
-A driver is a C++ file in this folder that includes `host/driver.h`, kernels and tiling headers, and exposes functions of the form
-`extern "C" void name(..., host::Outcome* outcome)`. Compiled drivers are kept beside the cache of turbogr's own kernels, named by
-what went into them.
+A driver is a C++ file in this folder that includes `host/driver.h`, kernels and tiling headers, and exposes functions of the
+form `extern "C" void name(..., host::Outcome* outcome)`. Compiled drivers are kept beside the cache of turbogr's own kernels,
+named by what went into them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ FLAGS = (
 )
 LIBRARY = ("-fPIC", "-shared", "-pthread")
 OLDEST_GCC = 12
+
+
+Argument = Tensor | ctypes.Structure | int | float | bytes | None
 
 
 class StandInError(Exception):
@@ -102,8 +105,10 @@ class Driver:
         names = self._library.host_counter_names().decode().split()
         assert names == [x.name for x in fields(Counters)], "tests/ascendc/build.py and host/counters.h differ"
 
-    def call(self, function: str, *arguments: Tensor | int | float | bytes | None) -> Counters:
-        """Calls `function` with tensors as pointers (None is null), int as int64_t and float as double; the outcome comes last.
+    def call(self, function: str, *arguments: Argument) -> Counters:
+        """Calls `function`; the outcome comes last.
+
+        Tensors and structures go as pointers (None is null), bytes as `const char*`, int as int64_t and float as double.
 
         Raises:
             StandInError: what a guard threw.
@@ -124,7 +129,7 @@ class Driver:
         return lambda *arguments: entry(*map(_as_c, arguments))
 
 
-def _as_c(x: Tensor | int | float | bytes | None) -> object:
+def _as_c(x: Argument) -> object:
     if isinstance(x, Tensor):
         if x.device.type != "cpu" or not x.is_contiguous():
             raise ValueError(f"a driver takes contiguous CPU tensors, not {x.device}, strides {x.stride()}")
@@ -134,6 +139,8 @@ def _as_c(x: Tensor | int | float | bytes | None) -> object:
         return ctypes.c_int64(x)
     if isinstance(x, float):
         return ctypes.c_double(x)
+    if isinstance(x, ctypes.Structure):
+        return ctypes.byref(x)
     return ctypes.c_char_p(x) if isinstance(x, bytes) else ctypes.c_void_p(x)
 
 

@@ -55,8 +55,8 @@ inline void report(const OwnedAccess& a, const OwnedAccess& b) {
                 " bytes of global memory without a SyncAll between them, and at least one writes");
 }
 
-// Throws if an access in `touching` overlaps with another core's in `changing`. Both are per core in order.
-inline void compare(const std::vector<OwnedAccess>& changing, const std::vector<OwnedAccess>& touching) {
+// Throws if an access in `touching` overlaps with another core's in `changing`, or, if these are `exclusive`, if two cores' do there.
+inline void compare(const std::vector<OwnedAccess>& changing, const std::vector<OwnedAccess>& touching, bool exclusive) {
     // Of the changes that begin at or before an address: the one that reaches farthest, and the farthest of any other core.
     struct Reach {
         const OwnedAccess *first = nullptr, *second = nullptr;
@@ -80,7 +80,7 @@ inline void compare(const std::vector<OwnedAccess>& changing, const std::vector<
     std::sort(all.begin(), all.end(), [](auto a, auto b) { return a->access.begin < b->access.begin; });
     Reach changed, touched;
     for (const OwnedAccess* x : all) {
-        const OwnedAccess* change = changed.of_others(x->core);
+        const OwnedAccess* change = exclusive || !changes(x) ? changed.of_others(x->core) : nullptr;
         if (change != nullptr && change->access.end > x->access.begin) report(*change, *x);
         if (changes(x)) {
             const OwnedAccess* touch = touched.of_others(x->core);
@@ -103,8 +103,8 @@ inline void check_races(std::vector<Core>& cores) {
     for (Core& c : cores) c.accesses.clear();
     all = reads;
     all.insert(all.end(), atomics.begin(), atomics.end());
-    compare(writes, all);
-    compare(atomics, reads);
+    compare(writes, all, true);
+    compare(atomics, reads, false);
 }
 
 }  // namespace host

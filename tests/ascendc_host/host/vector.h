@@ -196,9 +196,9 @@ constexpr bool castable(AscendC::RoundMode mode) {
 namespace AscendC {
 
 template <class T, class U>
+    requires(host::castable<T, U>(RoundMode::CAST_NONE) || host::castable<T, U>(RoundMode::CAST_RINT))
 void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode& mode, uint32_t count, HOST_PLACE) {
     using enum RoundMode;
-    static_assert(host::castable<T, U>(CAST_NONE) || host::castable<T, U>(CAST_RINT), "there is no such cast on Atlas A2");
     host::enter("Cast", place);
     host::require(host::castable<T, U>(mode), "the cast does not round in mode ", static_cast<int>(mode));
     const auto f = [mode](U x) {
