@@ -94,16 +94,15 @@ def train(
                 waiting.pop(0).apply(table)
             if seed is not None:
                 seed(epoch, k)
-            request = table.request(model.sparse_features(batch))
-            leaf = table.weight.detach()[request.ids].requires_grad_()
-            rows.lookup = Lookup(request.ids, leaf, request.index, request.sizes)
+            request = table.request(model.sparse_features(batch), trains=True)
+            lookup = rows.lookup = Lookup.of(request, table.weight.detach()[request.ids], table.apart, trains=True)
             if k % accumulate == 0:
                 optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 loss = model.training_step(batch, k)
             if loss is not None:
                 (loss / accumulate).backward()
-                window.append((request.ids, leaf.grad))
+                window.append((request.ids, lookup.gradient()))
             if (k + 1) % accumulate == 0 or k + 1 == len(batches):
                 if clip is not None:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

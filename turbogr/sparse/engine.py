@@ -44,10 +44,12 @@ from turbogr.sparse.catalogue import Catalogue, LocalCatalogue
 from turbogr.sparse.exchange import ExchangeForm, ValueExchange
 from turbogr.sparse.host_features import HostFeatures
 from turbogr.sparse.lane import Lane, NoLane, ThreadLane, Ticket, copy_lane, lane_for
+from turbogr.sparse.lookup import Features, ItemFeature, Lookup, RowRequest, SparseFeature
+from turbogr.sparse.narrow_rows import Packing, narrow_dtype, narrow_ones
 from turbogr.sparse.sharded_catalogue import ShardedCatalogue
 from turbogr.sparse.sharding import Sharding
 from turbogr.sparse.shards import ShardedState, is_sharded, keep_part, local_tensors
-from turbogr.sparse.table import ITEMS, EmbeddingTable, Features, ItemFeature, Lookup, RowRequest, SparseFeature, clipped
+from turbogr.sparse.table import ITEMS, EmbeddingTable, clipped
 from turbogr.sparse.topology import HSPTopology
 from turbogr.sparse.transport import SparseBatch, Transport
 from turbogr.tracing import Trace
@@ -141,6 +143,10 @@ class SparseEngine:
         alone = self.topology.world_size == 1
         return NoLane() if alone else lane_for(self.table.weight.device, "turbogr-values")
 
+    @property
+    def _narrow(self) -> torch.dtype | None:
+        return narrow_dtype(self.table.apart)
+
     @cached_property
     def _copies(self) -> Lane:
         return copy_lane(self.table.weight.device)
@@ -158,10 +164,11 @@ class SparseEngine:
             DataError: if an id lies outside its table, with the feature, the id and the table's size.
         """
         with self._trace.span("distinct rows", number, "unique"):
-            request = self.table.request(self._host_features.of(features))
+            request = self.table.request(self._host_features.of(features), trains=True)
             batch = SparseBatch(features, request, self.sharding.route(request.ids), number)
-        device = self.table.weight.device
-        batch.index = self._copies.submit(lambda: {name: to_device(x, device) for name, x in request.index.items()})
+            if self._narrow is not None and self.topology.group_size > 1:
+                batch.received = Packing(batch.route.to_travel(narrow_ones(request)), batch.send_counts)
+        batch.on_device = self._copies.submit(partial(request.to, self.table.weight.device))
         return batch
 
     def receive_counts(self, batch: SparseBatch) -> list[int]:
@@ -187,6 +194,10 @@ class SparseEngine:
             with self._trace.span("wait for ids", batch.number, "wait"):
                 batch.asked = batch.arrival.wait()
             batch.arrival = None
+            if batch.received is not None:
+                narrow = batch.asked < 0
+                batch.asked = torch.where(narrow, ~batch.asked, batch.asked)
+                batch.sent = Packing(narrow, batch.receive_counts)
         batch.touched = self._host_lane.submit(partial(self._transport.find_touched, batch, len(self.table.weight)))
 
     def join_unique(self, batch: SparseBatch) -> None:
@@ -213,14 +224,17 @@ class SparseEngine:
                 known = earlier.rows[place] == batch.asked
                 rows[known] = earlier.values[place[known]].to(rows.device)
         received = rows
-        if self.topology.group_size > 1:
+        if batch.received is not None and batch.sent is not None and self._narrow is not None:
+            rows = batch.sent.pack(rows, self._narrow)
+            received = rows.new_empty(batch.received.total, rows.shape[1])
+        elif self.topology.group_size > 1:
             received = rows.new_empty(len(batch.request.ids), rows.shape[1])
         batch.rows = self._lane.submit(partial(self._transport.send_rows, batch, rows, received))
 
     def finish_rows(self, batch: SparseBatch) -> None:
         """Waits for the rows; `batch.lookup` is there afterwards."""
-        request, rows = batch.request, self._rows(batch).requires_grad_()
-        batch.lookup = Lookup(request.ids, rows, batch.index.wait(), request.sizes, self.table.backend)
+        rows = self._rows(batch)
+        batch.lookup = Lookup.of(batch.on_device.wait(), rows, self.table.apart, True, self.table.backend)
 
     def backward(self, batch: SparseBatch) -> None:
         """Begins to send the gradient of the batch's leaf to the owners, zeros where none has arrived; returns at once.
@@ -230,9 +244,11 @@ class SparseEngine:
         """
         if batch.lookup is None:
             raise RuntimeError("SparseEngine: backward before finish_rows")
-        leaf, batch.lookup = batch.lookup.rows, None
+        lookup, batch.lookup = batch.lookup, None
         touched, inverse = self._touched(batch)
-        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        gradient = lookup.gradient()
+        if gradient is None:
+            gradient = lookup.rows.new_zeros(len(lookup.ids), lookup.rows.shape[1])
         received = gradient
         if inverse is not None:
             gradient = batch.route.to_travel(gradient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,83 +12,14 @@ from turbogr.errors import ConfigurationError, DataError
 from turbogr.ops.backend import Backend, check_backend
 from turbogr.ops.embedding_lookup import jagged_embedding_lookup, sum_by_row
 from turbogr.ops.unique import unique_ids
+from turbogr.sparse.apart import Apart, find_places, refuse_item_features, renumbered
 from turbogr.sparse.catalogue import Catalogue, LocalCatalogue
 from turbogr.sparse.initial_rows import InitialRows, are_deferred
+from turbogr.sparse.lookup import Features, ItemFeature, Lookup, RowRequest, SparseFeature
 from turbogr.sparse.optimizers import LazyAdam, RowOptimizer
 
 ITEMS = "items"
 """Name of the table of the catalogue's items; the first of every EmbeddingTable."""
-
-
-class SparseFeature(NamedTuple):
-    """Ids of a table other than the items'.
-
-    Attributes:
-        table: its name.
-        ids: int64 of any shape, rows of that table.
-    """
-
-    table: str
-    ids: Tensor
-
-
-class ItemFeature(NamedTuple):
-    """One row of another table for every distinct item that is looked up along with it: a property of the item.
-
-    Attributes:
-        table: its name.
-        rows: int64 [V], by item row: the row of that table.
-    """
-
-    table: str
-    rows: Tensor
-
-
-Features = Mapping[str, Tensor | SparseFeature | ItemFeature]
-"""Feature name -> ids; a plain tensor holds item rows."""
-
-
-class RowRequest:
-    """The distinct rows that a batch looks up.
-
-    Not a dataclass on purpose: Lightning moves and clones what is one.
-
-    Attributes:
-        ids: int64 [U], rows of EmbeddingTable's row space, ascending.
-        index: feature -> int64 in the shape of its ids: where in `ids` each of them stands. An ItemFeature has one for each
-            distinct item, of which there are U_i: int64 [U_i], in the order of the items, which are the first of `ids`.
-        sizes: table -> how many of `ids` are its rows; all tables, in the order of the row space.
-    """
-
-    def __init__(self, ids: Tensor, index: dict[str, Tensor], sizes: dict[str, int]) -> None:
-        self.ids, self.index, self.sizes = ids, index, sizes
-
-
-class Lookup:
-    """The rows of one batch: each distinct row once, and where every id of every feature finds its own.
-
-    Not a dataclass on purpose: Lightning moves and clones what is one.
-
-    Attributes:
-        ids: int64 [U], distinct rows of EmbeddingTable's row space, ascending, on the device where they were found.
-        rows: float [U, D], their embeddings; in training the leaf on which the batch's one gradient arrives.
-        index: feature -> int64 in the shape of its ids: where in `ids` each of them stands; as in RowRequest.
-        sizes: table -> how many of `ids` are its rows; as in RowRequest.
-        backend: of the look-ups below.
-    """
-
-    def __init__(
-        self, ids: Tensor, rows: Tensor, index: dict[str, Tensor], sizes: dict[str, int], backend: Backend = "auto"
-    ) -> None:
-        self.ids, self.rows, self.index, self.sizes = ids, rows, index, sizes
-        self.backend: Backend = backend
-
-    def __getitem__(self, feature: str) -> Tensor:
-        """Embeddings of a feature, float [*shape of its ids, D]."""
-        index = self.index[feature]
-        return jagged_embedding_lookup([self.rows], index.flatten(), backend=self.backend).view(
-            *index.shape, self.rows.shape[1]
-        )
 
 
 def clipped(gradient: Tensor, squared_norm: Tensor, largest: float) -> Tensor:
@@ -135,6 +66,7 @@ class EmbeddingTable(nn.Module):
         spans: table -> its rows in the row space.
         owned: table -> those of its own rows, numbered from 0, that lie in this process, one table after the other in `weight`:
             all of them, unless an engine keeps the rows.
+        apart: feature -> how its rows are kept apart from the leaf in training (`turbogr.sparse.apart`); none is at first.
         initial: of rows that are still to be made (`turbogr.sparse.initial_rows.deferred_rows`), else None.
 
     Raises:
@@ -155,6 +87,7 @@ class EmbeddingTable(nn.Module):
         self.owned: dict[str, range] = {}
         self.engine: RowEngine | None = None
         self.initial: InitialRows | None = None
+        self.apart: dict[str, Apart] = {}
         self._pending: list[Lookup] = []
 
     def allocate(self, tables: int | Mapping[str, int], dim: int) -> None:
@@ -212,14 +145,16 @@ class EmbeddingTable(nn.Module):
         """D."""
         return self.weight.shape[1]
 
-    def request(self, features: Features) -> RowRequest:
+    def request(self, features: Features, trains: bool = False) -> RowRequest:
         """The distinct rows behind all features: what a look-up fetches.
 
         Args:
             features: name -> ids of any shape.
+            trains: whether features are kept apart, as in training.
 
         Raises:
             DataError: if an id lies outside its table; names the feature, the id and the table's size.
+            ConfigurationError: if a feature is to be kept apart while another is a property of items.
         """
         requested: dict[str, list[str]] = {table: [] for table in self.spans}
         for name, feature in features.items():
@@ -252,7 +187,20 @@ class EmbeddingTable(nn.Module):
             sizes[table] = len(unique)
             count += len(unique)
         ids = found[0] if len(found) == 1 else torch.cat(found)
-        return RowRequest(ids, {name: index[name] for name in features}, sizes)
+        index = {name: index[name] for name in features}
+        return self._kept_apart(ids, index, sizes, features) if trains else RowRequest(ids, index, sizes)
+
+    def _kept_apart(self, ids: Tensor, index: dict[str, Tensor], sizes: dict[str, int], features: Features) -> RowRequest:
+        apart = {name: how for name, how in self.apart.items() if name in index}
+        if not apart:
+            return RowRequest(ids, index, sizes)
+        for name, feature in features.items():
+            if isinstance(feature, ItemFeature):
+                refuse_item_features(name, apart)
+        places = find_places(ids, index, sizes, apart)
+        for name, where in index.items():
+            index[name] = renumbered(where, places.apart.get(name, places.main), len(ids))
+        return RowRequest(ids, index, sizes, places)
 
     def forward(self, features: Features) -> Lookup:
         """Looks up all features at once.
@@ -274,13 +222,12 @@ class EmbeddingTable(nn.Module):
                 "the table's rows were put off (deferred_rows, Trainer.init_module), and only TurboGRStrategy makes them: "
                 "train with strategy turbogr, or build the model outside that context"
             )
-        request = self.request(features)
+        request = self.request(features, trains)
         if self.engine is not None:
-            return Lookup(request.ids, self.engine.fetch(request), request.index, request.sizes, self.backend)
+            return Lookup(request, self.engine.fetch(request), request.index, None, self.backend)
         rows = jagged_embedding_lookup([self.weight.detach()], request.ids, backend=self.backend)
-        lookup = Lookup(request.ids, rows, request.index, request.sizes, self.backend)
+        lookup = Lookup.of(request, rows, self.apart, trains, self.backend)
         if trains:
-            lookup.rows.requires_grad_()
             self._pending.append(lookup)
         return lookup
 
@@ -303,7 +250,8 @@ class EmbeddingTable(nn.Module):
             lr_scale: factor of the learning rate.
             clip_norm: largest norm of the gradient of all rows of all tables together; None lets it be.
         """
-        pending = [(look.ids, look.rows.grad) for look in self._pending if look.rows.grad is not None]
+        gradients = [(look.ids, look.gradient()) for look in self._pending]
+        pending = [(ids, gradient) for ids, gradient in gradients if gradient is not None]
         self._pending.clear()
         if not pending:
             return

@@ -13,8 +13,9 @@ from turbogr.ops.unique import unique_ids
 from turbogr.sparse.accumulation import Touched
 from turbogr.sparse.exchange import union_of_rows
 from turbogr.sparse.lane import Done, Ticket
+from turbogr.sparse.lookup import Features, Lookup, RowRequest
+from turbogr.sparse.narrow_rows import Packing
 from turbogr.sparse.sharding import Route
-from turbogr.sparse.table import Features, Lookup, RowRequest
 from turbogr.sparse.topology import HSPTopology
 from turbogr.tracing import Trace
 
@@ -28,10 +29,12 @@ class SparseBatch:
         number: of the batch, for the trace.
         features: what it looks up.
         request: the distinct rows behind them; found on the host, whatever device trains.
-        index: the request's, on its way to the device.
+        on_device: the request, on its way to the device.
         send_counts: [I], rows that this rank asks of each member.
         receive_counts: [I], rows that each member asks of this rank; from `start_ids` on.
         asked: int64 [R], rows of this rank's weight that the members ask for, member by member; from `finish_ids` on.
+        sent: how their rows travel to the members, where some travel in half precision; from `finish_ids` on.
+        received: how this rank's travel, likewise; from `start_ids` on.
         lookup: what `take` hands out; from `finish_rows` to `backward`.
     """
 
@@ -44,7 +47,9 @@ class SparseBatch:
         self.arrival: Ticket[Tensor] | None = None
         self.touched: Ticket[tuple[Touched, Tensor | None]] | None = None
         self.rows: Ticket[Tensor] | None = None
-        self.index: Ticket[dict[str, Tensor]] = Done(request.index)
+        self.on_device: Ticket[RowRequest] = Done(request)
+        self.sent: Packing | None = None
+        self.received: Packing | None = None
 
 
 class Transport:
@@ -71,6 +76,8 @@ class Transport:
         """int64 [R], rows of this rank's weight that the members ask for, member by member."""
         with self.trace.span("ids", batch.number, "communication"):
             sent = batch.route.local
+            if batch.received is not None:
+                sent = torch.where(batch.received.narrow, ~sent, sent)
             asked = sent.new_empty(sum(batch.receive_counts))
             dist.all_to_all_single(asked, sent, batch.receive_counts, batch.send_counts, group=self.topology.ids_pg)
             return asked
@@ -89,18 +96,21 @@ class Transport:
     # In the lane of values.
 
     def send_rows(self, batch: SparseBatch, rows: Tensor, received: Tensor) -> Tensor:
-        """`received`, float [U, D] in the order of travel: the rows that the owners read for this rank.
+        """float [U, D] in the order of travel: the rows that the owners read for this rank.
 
         Args:
             batch: whose.
-            rows: float [R, D], read for the members.
-            received: room for them; `rows` itself where there is one member.
+            rows: float [R, D], read for the members, or [pieces, D], packed.
+            received: room for them, [U, D] or [pieces, D]; `rows` itself where there is one member.
         """
-        if self.topology.group_size > 1:
-            with self.trace.span("rows", batch.number, "communication"):
-                counts = (batch.send_counts, batch.receive_counts)
-                dist.all_to_all_single(received, rows, *counts, group=self.topology.shard_pg)
-        return received
+        if self.topology.group_size == 1:
+            return received
+        counts = batch.send_counts, batch.receive_counts
+        if batch.received is not None and batch.sent is not None:
+            counts = batch.received.splits, batch.sent.splits
+        with self.trace.span("rows", batch.number, "communication"):
+            dist.all_to_all_single(received, rows, *counts, group=self.topology.shard_pg)
+        return received if batch.received is None else batch.received.unpack(received)
 
     def send_gradient(
         self, batch: SparseBatch, gradient: Tensor, received: Tensor, inverse: Tensor | None, rows: int

@@ -293,7 +293,7 @@ class Pipeline:
             self.delayed = self._update("any batch")
         elif self.mode == "semi_async" and sparse is not None and sparse.lookup is not None and self._host_pg is None:
             # Within a step, behind the update that its rows do not hold: they are here as they were read.
-            self.delayed = RowValues(sparse.asked, sparse.lookup.rows.detach())
+            self.delayed = RowValues(sparse.asked, sparse.lookup.values())
         self.engine.settle()
 
     def drop(self) -> None:
