@@ -130,6 +130,10 @@ inline void add_launches(Cases& cases) {
         if (!wrong) SyncAll();
         if (GetBlockIdx() == 1) copy_out(b, tensor(m.sums), 8);
     };
+    cases["kernel that stops itself"] = [](Memory& m, bool wrong) {
+        Bench b(m);
+        if (wrong) Trap();
+    };
 }
 
 }  // namespace guards

@@ -77,6 +77,7 @@ GUARDS = {
     "one core reads what another writes": r"race: .*GlobalTensor::GetValue.* the same 4 bytes",
     "one core reads what another adds to": "race: ",
     "one core writes what another adds to": "race: .*the same 32 bytes",
+    "kernel that stops itself": r"core \d, Trap.*: the kernel stopped itself",
     "product without Init": "Init comes first",
     "product without an operand": "an operand is not set",
     "product with an empty tiling": "the tiling is empty",

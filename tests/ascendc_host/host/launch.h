@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core.h"
+#include "pipes.h"
 #include "races.h"
 
 namespace host {
@@ -20,6 +21,8 @@ struct Options {
     // 0: all cores run at once, as the system pleases. Else one core at a time, in an order that this number decides and that
     // changes at every SyncAll: what a launch calculates then is the same whenever it is repeated with the same seed.
     int64_t seed = 0;
+    // Whether missing waits between pipes are looked for, see pipes.h.
+    bool pipes = false;
 };
 
 // The barrier of a launch, and whose turn it is.
@@ -145,11 +148,13 @@ Counters launch(int64_t count, Kernel kernel, Options options = {}) {
     if (count < 1) throw Error("a launch needs a core");
     std::vector<Core> cores(static_cast<size_t>(count));
     Schedule schedule(cores, options);
+    std::vector<Pipes> pipes(options.pipes ? cores.size() : 0);
     std::vector<std::thread> threads;
     for (int64_t i = 0; i < count; i++) {
         cores[i].index = i;
         cores[i].count = count;
         cores[i].schedule = &schedule;
+        if (options.pipes) cores[i].pipes = &pipes[i];
         threads.emplace_back([&, i] {
             std::exception_ptr error;
             current = &cores[i];
@@ -183,7 +188,15 @@ inline int64_t GetBlockNum() { return host::core().count; }
 template <bool isAIVOnly = true>
 void SyncAll(HOST_PLACE) {
     host::Core& c = host::enter("SyncAll", place);
+    // It waits for all pipes of the core, too.
+    if (c.pipes != nullptr) c.pipes->join_all();
     c.schedule->sync(c.index);
+}
+
+// On the device it interrupts the core; whoever waits for the stream gets an error.
+inline void Trap(HOST_PLACE) {
+    host::enter("Trap", place);
+    host::fail("the kernel stopped itself");
 }
 
 }  // namespace AscendC
