@@ -51,10 +51,10 @@ int64_t elements_in(int64_t bytes) {
 template <class T>
 void copy_out(Core& c, const AscendC::GlobalTensor<T>& to, int64_t first, const T* from, int64_t count) {
     if (c.atomic == nullptr) {
-        std::memcpy(to.write(first, count, Access::Kind::Write), from, static_cast<size_t>(count) * sizeof(T));
+        std::memcpy(to.write(Unit::CopyOut, first, count, Access::Kind::Write), from, static_cast<size_t>(count) * sizeof(T));
     } else if constexpr (Addable<T>) {
         require(c.atomic == &TYPE_TAG<T>, "SetAtomicAdd was called for another type than is copied");
-        T* sums = to.write(first, count, Access::Kind::Atomic);
+        T* sums = to.write(Unit::CopyOut, first, count, Access::Kind::Atomic);
         std::lock_guard lock(regions().atomic);
         for (int64_t i = 0; i < count; i++) sums[i] = T(widened(sums[i]) + widened(from[i]));
         c.counters.atomic_elements += count;
@@ -87,7 +87,7 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataC
     const int64_t gap = host::elements_in<T>(host::BLOCK_BYTES);
     host::check_blocks(params.blockCount, bytes);
     for (int64_t i = 0; i < params.blockCount; i++) {
-        const T* from = src.read(i * (count + params.srcStride * gap), count);
+        const T* from = src.read(host::Unit::CopyIn, i * (count + params.srcStride * gap), count);
         std::memcpy(dst.write(host::Unit::CopyIn, i * (count + params.dstStride * gap), count), from, static_cast<size_t>(bytes));
         c.counters.bytes_global_to_local += bytes;
     }
@@ -98,7 +98,7 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, uint32_t co
     host::Core& c = host::enter("DataCopy", place);
     c.counters.copies++;
     const int64_t bytes = host::whole_blocks(int64_t{count} * static_cast<int64_t>(sizeof(T)));
-    const T* from = src.read(0, count);
+    const T* from = src.read(host::Unit::CopyIn, 0, count);
     std::memcpy(dst.write(host::Unit::CopyIn, 0, count), from, static_cast<size_t>(bytes));
     c.counters.bytes_global_to_local += bytes;
 }
@@ -150,7 +150,7 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
     const int64_t filled = left + count + right, whole = host::rounded_up(filled * size, host::BLOCK_BYTES) / size;
     const int64_t step = whole + params.dstStride * host::BLOCK_BYTES / size;
     for (int64_t i = 0; i < params.blockCount; i++) {
-        const T* from = src.read(i * (count + host::elements_in<T>(params.srcStride)), count);
+        const T* from = src.read(host::Unit::CopyIn, i * (count + host::elements_in<T>(params.srcStride)), count);
         T* to = dst.write(host::Unit::CopyIn, i * step, whole);
         std::fill_n(to, left, padding.paddingValue);
         std::memcpy(to + left, from, static_cast<size_t>(count * size));

@@ -1,6 +1,7 @@
 // A simulated core: what belongs to one thread of a launch. Errors name the core and the line of the kernel.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <source_location>
@@ -37,6 +38,8 @@ struct Buffer {
     State state;
     // Since it was allocated: by a copy from global memory; by the vector or the scalar unit.
     bool copied = false, calculated = false;
+    // What was done when it was enqueued, and when it was freed, by pipe.
+    std::array<int64_t, 4> enqueued{}, freed{};
 };
 
 // One address per type: libstdc++ has no typeid of _Float16.
@@ -60,11 +63,16 @@ struct Pending {
     int64_t product;
 };
 
+class Pipes;
 class Schedule;
+
+// Who touches memory. Element: the vector unit, at an address that needs not be aligned to a block.
+enum class Unit { Scalar, Vector, Element, CopyIn, CopyOut, Cube };
 
 struct Core {
     int64_t index = 0, count = 1;
     Schedule* schedule = nullptr;
+    Pipes* pipes = nullptr;  // null where a launch does not follow them
     Counters counters;
 
     // Local memory, and which of its bytes hold something.

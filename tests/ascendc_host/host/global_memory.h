@@ -10,6 +10,7 @@
 
 #include "core.h"
 #include "numbers.h"
+#include "pipes.h"
 #include "races.h"
 
 namespace host {
@@ -103,13 +104,18 @@ class Workspace {
     Allocation allocation_;
 };
 
-// Throws if the core touches what a product of its own has yet to write, or writes what it has yet to read.
-inline void check_pending(const void* address, int64_t bytes, bool writes) {
+// Throws if the core touches what a product of its own has yet to write, or writes what it has yet to read, or what another pipe
+// may still be busy with.
+inline void check_order(const void* address, int64_t bytes, Unit unit, Access::Kind kind) {
     const Core& c = core();
-    if (c.pending.empty()) return;
     const uintptr_t begin = reinterpret_cast<uintptr_t>(address), end = begin + static_cast<uintptr_t>(bytes);
+    if (c.pipes != nullptr) {
+        // The scalar unit tells the cube what to do.
+        unit == Unit::Cube ? c.pipes->check(Pipe::S, kind, begin, end) : c.pipes->touch(pipe_of(unit), kind, begin, end);
+    }
+    if (unit == Unit::Cube) return;
     for (const Pending& p : c.pending) {
-        require(!(writes || p.result) || end <= p.begin || p.end <= begin, p.result ? "the result" : "an operand",
+        require((kind == Access::Kind::Read && !p.result) || end <= p.begin || p.end <= begin, p.result ? "the result" : "an operand",
                 " of a product that WaitIterateAll has not waited for");
     }
 }
@@ -145,22 +151,21 @@ class GlobalTensor {
     T GetValue(uint64_t offset, HOST_PLACE) const {
         host::Core& c = host::enter("GlobalTensor::GetValue", place);
         c.counters.scalar_global_reads++;
-        return *read(static_cast<int64_t>(offset), 1);
+        return *read(host::Unit::Scalar, static_cast<int64_t>(offset), 1);
     }
     void SetValue(uint64_t offset, T value, HOST_PLACE) const {
         host::Core& c = host::enter("GlobalTensor::SetValue", place);
         c.counters.scalar_global_writes++;
-        *write(static_cast<int64_t>(offset), 1, host::Access::Kind::Write) = value;
+        *write(host::Unit::Scalar, static_cast<int64_t>(offset), 1, host::Access::Kind::Write) = value;
     }
 
     uint64_t GetSize() const { return static_cast<uint64_t>(count_); }
     const T* GetPhyAddr(uint64_t offset = 0) const { return data_ + offset; }
 
     // For the stand-in: the elements [offset, offset + count), checked and recorded.
-    // `cube` says that it is the cube unit, which works off its products in order.
-    const T* read(int64_t offset, int64_t count, bool cube = false) const {
+    const T* read(host::Unit unit, int64_t offset, int64_t count) const {
         const T* from = checked(offset, count);
-        if (!cube) host::check_pending(from, count * static_cast<int64_t>(sizeof(T)), false);
+        host::check_order(from, count * static_cast<int64_t>(sizeof(T)), unit, host::Access::Kind::Read);
         const auto& written = region_->written;
         if (!written.empty()) {
             const auto first = written.begin() + (reinterpret_cast<const uint8_t*>(from) - region_->begin);
@@ -172,10 +177,10 @@ class GlobalTensor {
         host::record(host::core(), from, count * static_cast<int64_t>(sizeof(T)), host::Access::Kind::Read);
         return from;
     }
-    T* write(int64_t offset, int64_t count, host::Access::Kind kind, bool cube = false) const {
+    T* write(host::Unit unit, int64_t offset, int64_t count, host::Access::Kind kind) const {
         T* to = checked(offset, count);
         const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-        if (!cube) host::check_pending(to, bytes, true);
+        host::check_order(to, bytes, unit, kind);
         if (!region_->written.empty()) std::fill_n(region_->written.begin() + (reinterpret_cast<uint8_t*>(to) - region_->begin), bytes, 1);
         host::record(host::core(), to, bytes, kind);
         return to;

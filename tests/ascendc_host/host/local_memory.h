@@ -7,11 +7,9 @@
 
 #include "core.h"
 #include "numbers.h"
+#include "pipes.h"
 
 namespace host {
-
-// Who touches local memory.
-enum class Unit { Scalar, Vector, CopyIn, CopyOut };
 
 // A queue's tensor goes from the unit that fills it to the one that uses it through EnQue and DeQue, which is where the device
 // waits. A touch that shows that this was left out throws.
@@ -92,6 +90,13 @@ class LocalTensor {
         std::memset(host::core().written.data() + begin_ + first_byte, 0, static_cast<size_t>(bytes));
         std::memset(host::core().memory.data() + begin_ + first_byte, 0xA5, static_cast<size_t>(bytes));
     }
+    // Tells the pipes; Unit::Element does not, whoever uses it calls this once for all elements.
+    void touch(host::Unit unit, int64_t first, int64_t count, bool writes) const {
+        if (host::core().pipes == nullptr) return;
+        const auto begin = static_cast<uintptr_t>(begin_ + first * static_cast<int64_t>(sizeof(T)));
+        host::core().pipes->touch(host::pipe_of(unit), writes ? host::Access::Kind::Write : host::Access::Kind::Read, begin,
+                                  begin + static_cast<uintptr_t>(count) * sizeof(T));
+    }
     host::Buffer* buffer() const { return buffer_; }
     int64_t begin() const { return begin_; }
 
@@ -105,9 +110,11 @@ class LocalTensor {
         const int64_t begin = begin_ + first * size, end = begin + count * size;
         host::require(begin >= buffer_->begin && end <= buffer_->begin + buffer_->bytes, "outside of the buffer of ", buffer_->bytes,
                       " bytes that the tensor lies in");
-        const int64_t unit_bytes = unit == host::Unit::Scalar ? size : host::BLOCK_BYTES;
+        const bool any_element = unit == host::Unit::Scalar || unit == host::Unit::Element;
+        const int64_t unit_bytes = any_element ? size : host::BLOCK_BYTES;
         host::require(begin % unit_bytes == 0, "a local address that is not aligned to ", unit_bytes, " bytes: byte ",
                       begin - buffer_->begin, " of its buffer");
+        if (unit != host::Unit::Element) touch(unit, first, count, writes);
         return begin;
     }
 

@@ -15,7 +15,7 @@ using TEventID = int8_t;
 
 enum class HardEvent : uint8_t {
     MTE2_V, V_MTE2, MTE3_V, V_MTE3, MTE3_MTE2, MTE2_MTE3, S_V, V_S, S_MTE2, MTE2_S, S_MTE3, MTE3_S, V_V
-};
+};  // the pipe that sets, the pipe that waits
 
 enum pipe_t { PIPE_S, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_ALL, PIPE_FIX };
 
@@ -38,6 +38,29 @@ constexpr Position position_of(AscendC::TPosition position) {
         case AscendC::TPosition::VECOUT: return Position::VECOUT;
         case AscendC::TPosition::VECCALC: return Position::VECCALC;
         default: return Position::OTHER;
+    }
+}
+
+// The pipes of an event: the one that sets its flag, the one that waits.
+struct Ends {
+    Pipe from, to;
+};
+constexpr Ends ends_of(AscendC::HardEvent kind) {
+    using enum AscendC::HardEvent;
+    switch (kind) {
+        case MTE2_V: return {Pipe::MTE2, Pipe::V};
+        case V_MTE2: return {Pipe::V, Pipe::MTE2};
+        case MTE3_V: return {Pipe::MTE3, Pipe::V};
+        case V_MTE3: return {Pipe::V, Pipe::MTE3};
+        case MTE3_MTE2: return {Pipe::MTE3, Pipe::MTE2};
+        case MTE2_MTE3: return {Pipe::MTE2, Pipe::MTE3};
+        case S_V: return {Pipe::S, Pipe::V};
+        case V_S: return {Pipe::V, Pipe::S};
+        case S_MTE2: return {Pipe::S, Pipe::MTE2};
+        case MTE2_S: return {Pipe::MTE2, Pipe::S};
+        case S_MTE3: return {Pipe::S, Pipe::MTE3};
+        case MTE3_S: return {Pipe::MTE3, Pipe::S};
+        default: return {Pipe::V, Pipe::V};
     }
 }
 
@@ -65,6 +88,7 @@ void SetFlag(int32_t event, HOST_PLACE) {
     host::require(!set, "event ", event, " is set already");
     set = true;
     c.counters.events++;
+    if (c.pipes != nullptr) c.pipes->set(static_cast<int>(kind), event, host::ends_of(kind).from);
 }
 
 template <HardEvent kind>
@@ -73,17 +97,24 @@ void WaitFlag(int32_t event, HOST_PLACE) {
     bool& set = host::flag(c.flags, kind, event);
     host::require(set, "waits for event ", event, ", which nobody set");
     set = false;
+    if (c.pipes != nullptr) c.pipes->wait(static_cast<int>(kind), event, host::ends_of(kind).to);
 }
 
 template <pipe_t pipe>
 void PipeBarrier(HOST_PLACE) {
-    host::enter("PipeBarrier", place);
+    host::Core& c = host::enter("PipeBarrier", place);
+    if (c.pipes == nullptr) return;
+    if constexpr (pipe == PIPE_ALL) c.pipes->join_all();
+    if constexpr (pipe == PIPE_MTE2) c.pipes->barrier(host::Pipe::MTE2);
+    if constexpr (pipe == PIPE_MTE3) c.pipes->barrier(host::Pipe::MTE3);
 }
 
 // `depth` is how many tensors may be in the queue at once.
 template <TPosition source, TPosition destination, int32_t depth, auto mask = 0>
 class TQueBind {
     static_assert(depth >= 1, "queues of depth 0 are not simulated");
+    static constexpr host::Pipe FILLS = source == TPosition::GM || source == TPosition::VECIN ? host::Pipe::MTE2 : host::Pipe::V;
+    static constexpr host::Pipe USES = source == TPosition::VECOUT || destination == TPosition::VECOUT ? host::Pipe::MTE3 : host::Pipe::V;
     static constexpr TPosition POSITION = source == TPosition::GM ? destination : source;
     static_assert(host::position_of(POSITION) != host::Position::OTHER, "only the vector unit's queues are simulated");
 
@@ -99,6 +130,7 @@ class TQueBind {
             buffer->state = host::Buffer::State::Allocated;
             buffer->copied = buffer->calculated = false;
             in_use++;
+            if (c.pipes != nullptr) c.pipes->join(FILLS, buffer->freed);
             LocalTensor<T> tensor(buffer, buffer->begin, buffer->bytes);
             tensor.spoil(0, buffer->bytes);
             return tensor;
@@ -111,21 +143,23 @@ class TQueBind {
     }
     template <class T>
     bool EnQue(const LocalTensor<T>& tensor, HOST_PLACE) {
-        host::enter("EnQue", place);
+        host::Core& c = host::enter("EnQue", place);
         host::Buffer& buffer = own(tensor);
         host::require(buffer.state == host::Buffer::State::Allocated, "a tensor that is not allocated, or was enqueued before");
         host::require(static_cast<int32_t>(queued_.size()) < depth, "the queue of depth ", depth, " is full");
         buffer.state = host::Buffer::State::Enqueued;
+        if (c.pipes != nullptr) buffer.enqueued = c.pipes->snapshot(FILLS);
         queued_.push_back(&buffer);
         return true;
     }
     template <class T>
     LocalTensor<T> DeQue(HOST_PLACE) {
-        host::enter("DeQue", place);
+        host::Core& c = host::enter("DeQue", place);
         host::require(!queued_.empty(), "the queue is empty");
         host::Buffer* buffer = queued_.front();
         queued_.pop_front();
         buffer->state = host::Buffer::State::Dequeued;
+        if (c.pipes != nullptr) c.pipes->join(USES, buffer->enqueued);
         return LocalTensor<T>(buffer, buffer->begin, buffer->bytes);
     }
     template <class T>
@@ -139,6 +173,7 @@ class TQueBind {
         host::require(buffer.state != host::Buffer::State::Free, "a tensor that was freed before");
         host::require(buffer.state != host::Buffer::State::Enqueued, "a tensor that is in the queue");
         buffer.state = host::Buffer::State::Free;
+        if (c.pipes != nullptr) buffer.freed = c.pipes->snapshot(USES);
         c.allocated[static_cast<int>(host::position_of(POSITION))]--;
     }
     bool VacantInQue() const { return static_cast<int32_t>(queued_.size()) < depth; }
@@ -209,6 +244,7 @@ class TPipe {
             }
             buffer.state = host::Buffer::State::Released;
         }
+        if (core_.pipes != nullptr) core_.pipes->join_all();
         first_ = core_.buffers.size();
         core_.used = used_before_;
         count_ = 0;

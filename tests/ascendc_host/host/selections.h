@@ -95,7 +95,8 @@ void reduce_to_extreme(const char* name, const LocalTensor<T>& dst, const LocalT
     const int64_t repeats = (count + host::REPEAT<T> - 1) / host::REPEAT<T>, used = host::rounded_up(2 * repeats, host::BLOCK<T>);
     work.write(host::Unit::Vector, 0, used);
     work.spoil(0, used * static_cast<int64_t>(sizeof(T)));
-    *dst.write(host::Unit::Scalar, 0, 1) = value;
+    *dst.write(host::Unit::Element, 0, 1) = value;
+    dst.touch(host::Unit::Vector, 0, 1, true);
 }
 
 template <host::Floating T>
@@ -126,8 +127,9 @@ void BlockReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
                 sum = host::tree_sum(src.read(host::Unit::Vector, first, count), count);
             }
             // The destination needs no block of its own.
-            *dst.write(host::Unit::Scalar, r * dstRepStride * 8 + block, 1) = T(sum);
+            *dst.write(host::Unit::Element, r * dstRepStride * 8 + block, 1) = T(sum);
         }
+        dst.touch(host::Unit::Vector, r * dstRepStride * 8, 8, true);
     }
 }
 
@@ -145,7 +147,8 @@ void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
             const int64_t first = (r * srcRepStride + i / host::BLOCK<T> * srcBlkStride) * host::BLOCK<T>;
             std::copy_n(src.read(host::Unit::Vector, first, count), count, values + i);
         }
-        *dst.write(host::Unit::Scalar, r * dstRepStride, 1) = T(host::tree_sum(values, mask));
+        *dst.write(host::Unit::Element, r * dstRepStride, 1) = T(host::tree_sum(values, mask));
+        dst.touch(host::Unit::Vector, r * dstRepStride, 1, true);
     }
 }
 
@@ -202,11 +205,16 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
     host::enter_vector("Gather", &host::Counters::vector_gathers, count, place);
     const uint32_t* from = offsets.read(host::Unit::Vector, 0, count);
     std::vector<T> values(count);
+    int64_t first = std::numeric_limits<int64_t>::max(), last = -1;
     for (uint32_t i = 0; i < count; i++) {
         const int64_t bytes = int64_t{base} + from[i];
         host::require(bytes % static_cast<int64_t>(sizeof(T)) == 0, "offset ", bytes, " is not aligned to the elements");
-        values[i] = *src.read(host::Unit::Scalar, bytes / static_cast<int64_t>(sizeof(T)), 1);
+        const int64_t element = bytes / static_cast<int64_t>(sizeof(T));
+        values[i] = *src.read(host::Unit::Element, element, 1);
+        first = std::min(first, element);
+        last = std::max(last, element);
     }
+    if (last >= 0) src.touch(host::Unit::Vector, first, last - first + 1, false);
     std::copy(values.begin(), values.end(), dst.write(host::Unit::Vector, 0, count));
 }
 

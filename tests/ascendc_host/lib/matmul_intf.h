@@ -148,7 +148,7 @@ class Matmul {
         host::require(columns <= row_length, "an operand's rows of ", columns, " elements lie in rows of ", row_length);
         std::vector<float> x(static_cast<size_t>(rows) * columns);
         for (int64_t i = 0; i < rows; i++) {
-            const T* row = from.read(i * row_length, columns, true);
+            const T* row = from.read(host::Unit::Cube, i * row_length, columns);
             keep(row, columns * static_cast<int64_t>(sizeof(T)), false);
             for (int64_t j = 0; j < columns; j++) x[i * columns + j] = static_cast<float>(row[j]);
         }
@@ -163,7 +163,7 @@ class Matmul {
     }
     void store(host::Core& c, const GlobalTensor<ElementC>& to, int64_t first, const std::vector<float>& row, bool add) {
         const int64_t count = static_cast<int64_t>(row.size());
-        ElementC* y = to.write(first, count, add ? host::Access::Kind::Atomic : host::Access::Kind::Write, true);
+        ElementC* y = to.write(host::Unit::Cube, first, count, add ? host::Access::Kind::Atomic : host::Access::Kind::Write);
         keep(y, count * static_cast<int64_t>(sizeof(ElementC)), true);
         if (!add) {
             for (int64_t j = 0; j < count; j++) y[j] = host::narrowed<ElementC>(row[j]);
