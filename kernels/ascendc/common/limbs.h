@@ -27,8 +27,10 @@ struct Limbs {
 };
 
 TURBOGR_SHARED Limbs limbs_of(int64_t time) {
-    return {static_cast<float>(time & LIMB_MASK), static_cast<float>((time >> LIMB_BITS) & LIMB_MASK),
-            static_cast<float>(time >> (2 * LIMB_BITS))};
+    return {
+        static_cast<float>(static_cast<int32_t>(time & LIMB_MASK)),
+        static_cast<float>(static_cast<int32_t>((time >> LIMB_BITS) & LIMB_MASK)),
+        static_cast<float>(static_cast<int32_t>(time >> (2 * LIMB_BITS)))};
 }
 
 // What the kernel needs of the formula.

@@ -181,7 +181,6 @@ class BucketSums {
         const LocalTensor<float> chosen = scratch, work = scratch[static_cast<uint32_t>(strip)];
         const int32_t count = static_cast<int32_t>(n);
         ReduceMin(range_, offsets, work, count);
-        PipeBarrier<PIPE_V>();
         ReduceMax(range_[PARTIAL_SUMS], offsets, work, count);
         fence<HardEvent::V_S>(pipe_);
         const float low = range_.GetValue(0), high = range_.GetValue(PARTIAL_SUMS);

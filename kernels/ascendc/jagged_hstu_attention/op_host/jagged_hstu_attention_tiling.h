@@ -11,6 +11,7 @@
 namespace turbogr::ascend {
 
 constexpr int64_t HSTU_MOST_WIDTH = 512;  // of a head
+constexpr int64_t HSTU_MOST_ROW = 65535;  // of all heads: what the cube may skip from row to row
 constexpr int64_t HSTU_OBJECTS = 5;       // Matmul objects of the backward kernel, the forward has fewer
 
 // What a core calculates at a time: up to BLOCK_ROWS x TILE pairs per head.
@@ -48,28 +49,30 @@ struct HstuWorkspace {
     int64_t bytes;                 // of all
 };
 
+// The next part, of so many bytes; where it begins.
+TURBOGR_SHARED int64_t hstu_part(HstuWorkspace& w, int64_t bytes) {
+    const int64_t begin = w.bytes;
+    w.bytes += round_up(bytes, GLOBAL_BYTES);
+    return begin;
+}
+
 TURBOGR_SHARED HstuWorkspace hstu_workspace(const HstuTiling& t, int64_t element_bytes, bool backward) {
     HstuWorkspace w{};
     const int64_t pairs = t.heads * TILE_PAIRS, rows = t.heads * BLOCK_ROWS;
-    const auto take = [&w](int64_t bytes) {
-        const int64_t begin = w.bytes;
-        w.bytes += round_up(bytes, GLOBAL_BYTES);
-        return begin;
-    };
     w.score_slot = pairs * 4;
     w.weight_slot = pairs * element_bytes;
-    w.scores = take(2 * w.score_slot);
-    w.weights = take(2 * w.weight_slot);
+    w.scores = hstu_part(w, 2 * w.score_slot);
+    w.weights = hstu_part(w, 2 * w.weight_slot);
     if (!backward) {
-        w.sums = take(rows * t.v_width * 4);
+        w.sums = hstu_part(w, rows * t.v_width * 4);
         return w;
     }
-    w.value_grads = take(2 * w.score_slot);
-    w.score_grads = take(2 * w.weight_slot);
-    w.sums = take(rows * t.qk_width * 4);
-    w.second_sums = take(rows * t.v_width * 4);
-    w.distances = take(distance_sums(t.position_count) * 4);
-    w.buckets = take(bucket_sums(t.buckets.count) * 4);
+    w.value_grads = hstu_part(w, 2 * w.score_slot);
+    w.score_grads = hstu_part(w, 2 * w.weight_slot);
+    w.sums = hstu_part(w, rows * t.qk_width * 4);
+    w.second_sums = hstu_part(w, rows * t.v_width * 4);
+    w.distances = hstu_part(w, distance_sums(t.position_count) * 4);
+    w.buckets = hstu_part(w, bucket_sums(t.buckets.count) * 4);
     return w;
 }
 
@@ -96,6 +99,7 @@ inline const char* hstu_tiling(HstuTiling& t, const HstuShapes& s, const HstuOpt
     if (s.element_bytes != 2 && s.element_bytes != 4) return "q, k and v must be float32, float16 or bfloat16";
     if (s.tokens < 0 || s.tokens >= int64_t{1} << 31) return "there may be at most 2^31 - 1 tokens";
     if (s.qk_width > HSTU_MOST_WIDTH || s.v_width > HSTU_MOST_WIDTH) return "a head may have at most 512 columns";
+    if (s.heads * larger(s.qk_width, s.v_width) > HSTU_MOST_ROW) return "a token may have at most 65535 columns, of all heads";
     if (s.position_count < 0 || s.position_count >= int64_t{1} << 31) return "the position table may have at most 2^31 - 1 entries";
     if (s.time_count > 0 && !bucketing_is_exact(o.time_unit, o.time_divisor))
         return "the device finds buckets exactly from a time_divisor of 0.00025 on, and with a time_unit between 1e-12 and 1e12";
