@@ -204,7 +204,7 @@ def shown_error(error: float) -> str:
 
 def section(rows: Sequence[Row]) -> str:
     """Every data set's tables and the commands that made them, as Markdown."""
-    parts = []
+    parts = ["### Logit sharing"]
     for name, study in STUDIES.items():
         for comparison in COMPARISONS:
             if complete(rows, name, (comparison.whole, comparison.shared, comparison.half)):
@@ -216,12 +216,13 @@ def section(rows: Sequence[Row]) -> str:
 
 def precision_section(rows: Sequence[Row]) -> str:
     """Every data set's table of precisions and the command, as Markdown."""
-    return "\n\n".join(
-        f"#### {study.title}: 128 negatives in fp16 against fp32\n\n{precision_table(rows, name)}\n\n"
-        f"```console\n{typed(fit_command(name, PRECISIONS[1], 1))}\n```"
-        for name, study in STUDIES.items()
-        if complete(rows, name, PRECISIONS)
-    )
+    parts = ["### Half precision"]
+    for name, study in STUDIES.items():
+        if complete(rows, name, PRECISIONS):
+            command = typed(fit_command(name, PRECISIONS[1], 1))
+            title = f"#### {study.title}: 128 negatives in fp16 against fp32"
+            parts.append(f"{title}\n\n{precision_table(rows, name)}\n\n```console\n{command}\n```")
+    return "\n\n".join(parts)
 
 
 def typed(command: Sequence[str]) -> str:
