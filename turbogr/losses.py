@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from turbogr.errors import ConfigurationError
 from turbogr.ops.backend import Backend, check_backend
@@ -29,6 +32,43 @@ class RetrievalLoss(nn.Module):
             float scalar.
         """
 
+    def of_products(
+        self,
+        positive: Tensor,
+        negative: Tensor,
+        masked: Tensor,
+        positive_bias: Tensor | None = None,
+        negative_bias: Tensor | None = None,
+    ) -> Tensor:
+        """The same loss where the products have been computed elsewhere, as of rows that are kept apart, or shared.
+
+        Args:
+            positive: float [T], each token's product with its target.
+            negative: float [T, R], each token's products with its negatives.
+            masked: bool [T, R], which of these are left out.
+            positive_bias: float [T], as `bias` of SampledSoftmax.forward.
+            negative_bias: float [T, R], likewise.
+
+        Returns:
+            float scalar.
+
+        Raises:
+            ConfigurationError: the loss has no such form.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no of_products (turbogr.losses.RetrievalLoss), which NegativeOffload, "
+            "NegativeQuantization and LogitSharing(scores='lender') need: write one, or train without them"
+        )
+
+
+def refuse_without(loss: RetrievalLoss, option: str, wanted_by: str) -> None:
+    """Raises ConfigurationError if the loss's `forward` does not take an option."""
+    if option not in inspect.signature(loss.forward).parameters:
+        raise ConfigurationError(
+            f"{wanted_by} needs a loss whose forward takes {option!r} (turbogr.losses.SampledSoftmax); "
+            f"{type(loss).__name__} does not"
+        )
+
 
 class SampledSoftmax(RetrievalLoss):
     """Sampled softmax over a token's target and its own drawn negatives.
@@ -51,7 +91,45 @@ class SampledSoftmax(RetrievalLoss):
         check_backend("SampledSoftmax", backend)
         self.temperature, self.backend = temperature, backend
 
-    def forward(self, output: Tensor, items: Tensor, targets: Tensor, negatives: Tensor) -> Tensor:
-        """Mean loss over tokens; shapes in RetrievalLoss.forward."""
-        losses = sampled_softmax(output, items, targets, negatives, temperature=self.temperature, backend=self.backend)
+    def forward(
+        self,
+        output: Tensor,
+        items: Tensor,
+        targets: Tensor,
+        negatives: Tensor,
+        bias: Tensor | None = None,
+        lent: int = 0,
+    ) -> Tensor:
+        """Mean loss over tokens; shapes in RetrievalLoss.forward.
+
+        Args:
+            output: as there.
+            items: as there.
+            targets: as there.
+            negatives: as there.
+            bias: float [U], added to the logits of an item, such as the log-Q correction; None for none.
+            lent: so many of the last columns of `negatives` give `items` no gradient.
+        """
+        losses = sampled_softmax(
+            output, items, targets, negatives, temperature=self.temperature, bias=bias, lent=lent, backend=self.backend
+        )
         return losses.mean() if losses.numel() else losses.sum()  # a rank's share of a batch may be empty: 0, and no NaN
+
+    def of_products(
+        self,
+        positive: Tensor,
+        negative: Tensor,
+        masked: Tensor,
+        positive_bias: Tensor | None = None,
+        negative_bias: Tensor | None = None,
+    ) -> Tensor:
+        """As in RetrievalLoss."""
+        positive, negative = positive.float() / self.temperature, negative.float() / self.temperature
+        if positive_bias is not None:
+            positive = positive + positive_bias
+        if negative_bias is not None:
+            negative = negative + negative_bias
+        # Finite, so that a token whose negatives are all left out has a gradient of 0 and no NaN.
+        others = negative.masked_fill(masked, torch.finfo(negative.dtype).min / 2).logsumexp(1)
+        losses = F.softplus(others - positive)  # -log(p / (p + n)), the smaller of the two not rounded away
+        return losses.mean() if losses.numel() else (losses.sum() + negative.sum())

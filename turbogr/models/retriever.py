@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -17,10 +18,11 @@ from turbogr.batch import JaggedBatch
 from turbogr.checkpoints import before_load, note_tables, use_checkpoint_files
 from turbogr.data.features import FeatureTable
 from turbogr.errors import ConfigurationError
-from turbogr.losses import RetrievalLoss, SampledSoftmax
+from turbogr.losses import RetrievalLoss, SampledSoftmax, refuse_without
 from turbogr.metrics import retrieval_metrics
 from turbogr.models.backbone import Backbone
 from turbogr.models.hstu import HSTU
+from turbogr.models.negatives import NegativePath
 from turbogr.models.tokens import NEGATIVES, TARGETS, VALUES, Combine, Tokens
 from turbogr.ops.normalise import normalised
 from turbogr.seeds import global_seed
@@ -55,6 +57,9 @@ class GenerativeRetriever(pl.LightningModule):
         seed: seeds dropout of every step; the global seed if None.
         features: categorical features of events and items (`SequenceDataModule.features`), which become part of tokens and
             items.
+        log_q: float [V], logarithm of the probability with which each item is drawn as a negative (`SequenceDataModule.log_q`);
+            the logits of targets and negatives are corrected by it. None for uniform draws, which need no correction.
+        mask_history: leave out negatives that are items of the user's history in the batch, not only the token's own target.
         combine: how: their embeddings are added (sum), or concatenated and projected (concat); see `turbogr.models.tokens`.
 
     Raises:
@@ -74,6 +79,8 @@ class GenerativeRetriever(pl.LightningModule):
         seed: int | None = None,
         features: Sequence[FeatureTable] = (),
         combine: Combine = "sum",
+        log_q: npt.NDArray[np.float32] | None = None,  # this type: the command line must hand the array on as it is
+        mask_history: bool = False,
     ) -> None:
         super().__init__()
         if num_items < 1:
@@ -94,6 +101,12 @@ class GenerativeRetriever(pl.LightningModule):
         self.val_metrics = retrieval_metrics(top_k).clone(prefix="val/")
         self.test_metrics = retrieval_metrics(top_k).clone(prefix="test/")
         self._catalogue: Catalogue | None = None
+        self.negatives = NegativePath(mask_history)
+        if log_q is not None:
+            refuse_without(self.loss, "bias", "log_q")
+        self._log_q: Tensor | None
+        # Always real, and of the data: as which rows items have in the tables of their features.
+        self.register_buffer("_log_q", None if log_q is None else _log_q_of(log_q, num_items), persistent=False)
 
     # What a strategy asks of the module: two pure functions of a batch.
 
@@ -133,7 +146,8 @@ class GenerativeRetriever(pl.LightningModule):
         items, tokens = self.tokens(lookup)
         output = normalised(self.backbone(tokens, batch), backend=self.backbone.backend)
         items = normalised(items, backend=lookup.backend)
-        loss = self.loss(output, items, lookup.index[TARGETS], lookup.index[NEGATIVES])
+        seed = (self._seed(), self.current_epoch, batch_idx)
+        loss = self.negatives.loss(self.loss, output, items, lookup, batch, self._log_q, seed)
         # Not for the bar: Lightning reads what is shown there at every step, and would wait for the device.
         self.log("train/loss", loss.detach(), batch_size=self.sample_count(batch))
         return loss
@@ -151,9 +165,11 @@ class GenerativeRetriever(pl.LightningModule):
 
     def on_train_batch_start(self, batch: JaggedBatch, batch_idx: int) -> None:
         """Seeds the step's dropout by (seed, epoch, batch): a resumed run draws what the uninterrupted one would have."""
-        seed = global_seed() if self.seed is None else self.seed
-        state = np.random.SeedSequence([seed, self.current_epoch, batch_idx]).generate_state(1, np.uint64)
+        state = np.random.SeedSequence([self._seed(), self.current_epoch, batch_idx]).generate_state(1, np.uint64)
         torch.manual_seed(int(state[0]))
+
+    def _seed(self) -> int:
+        return global_seed() if self.seed is None else self.seed
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """One row update for all look-ups since the last one."""
@@ -240,3 +256,10 @@ class GenerativeRetriever(pl.LightningModule):
         """Top items of each user: user rows int64 [B], item rows int64 [B, K], scores float [B, K], best first."""
         scores, items = self._ranked().top_items(self.queries(batch), self.predict_k, batch.seen, batch.seen_offsets)
         return batch.user_ids, items, scores
+
+
+def _log_q_of(log_q: npt.ArrayLike, num_items: int) -> Tensor:
+    values = torch.tensor(np.asarray(log_q), dtype=torch.float32, device="cpu")
+    if values.shape != (num_items,) or not values.isfinite().all():
+        raise ConfigurationError(f"log_q must have a finite number for each of the {num_items} items, got {list(values.shape)}")
+    return values

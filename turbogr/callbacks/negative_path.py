@@ -1,0 +1,51 @@
+"""What the callbacks on negatives share: the module's negatives, and how their rows are kept apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from turbogr.errors import ConfigurationError
+from turbogr.models.negatives import NegativePath
+from turbogr.models.retriever import GenerativeRetriever
+from turbogr.models.tokens import NEGATIVES
+from turbogr.sparse.apart import Apart
+
+
+def negative_path(module: LightningModule, callback: str) -> tuple[NegativePath, GenerativeRetriever]:
+    """The negatives of a module, and the module.
+
+    Raises:
+        ConfigurationError: it is not a GenerativeRetriever.
+    """
+    if not isinstance(module, GenerativeRetriever):
+        raise ConfigurationError(
+            f"{callback} changes how a GenerativeRetriever (turbogr.models.retriever) uses its negatives; "
+            f"{type(module).__name__} is none: derive it from that class, or leave the callback out"
+        )
+    return module.negatives, module
+
+
+def keep_apart(model: GenerativeRetriever, callback: str, **options: Any) -> None:
+    """Keeps the rows of negatives apart in one respect more, `dtype` or `on_host`, whatever else has been asked for.
+
+    Raises:
+        ConfigurationError: if items have features: an item's vector is then made of several rows.
+    """
+    if model.tokens.names["item"] and options:
+        raise ConfigurationError(
+            f"{callback} keeps the rows of negatives apart, which features of items do not allow, as an item's vector is then "
+            f"made of several rows: leave it out, or train without {', '.join(model.tokens.names['item'])} (data.features)"
+        )
+    apart = model.embeddings.apart
+    apart[NEGATIVES] = apart.get(NEGATIVES, Apart())._replace(**options)
+
+
+def keep_together(model: GenerativeRetriever, *options: str) -> None:
+    """Takes back what `keep_apart` did for these options."""
+    apart, default = model.embeddings.apart, Apart()
+    if NEGATIVES in apart:
+        apart[NEGATIVES] = apart[NEGATIVES]._replace(**{name: getattr(default, name) for name in options})
+        if apart[NEGATIVES] == default:
+            del apart[NEGATIVES]

@@ -1,0 +1,111 @@
+"""Products of tokens with rows that are kept apart, segment by segment (TurboGR, section 4.3.1).
+
+    for each segment of tokens:
+        the distinct rows of its samples come to the device, while the products of the segment before are computed
+        products [t, R] = output [t, D] . normalised rows
+
+Only products are kept: backward fetches each segment once more, computes it again and adds its rows' gradient where the rows
+lie. At most the rows of two segments are on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from turbogr.ops.backend import Backend
+from turbogr.ops.copies import on_host
+from turbogr.ops.negative_logits import negative_logits
+from turbogr.ops.normalise import normalised
+from turbogr.ops.unique import unique_ids
+from turbogr.sparse.apart import ApartRows
+from turbogr.sparse.lane import Ticket, copy_lane
+
+
+def apart_products(
+    output: Tensor, rows: ApartRows, index: Tensor, segment: int | None = None, lent: int = 0, backend: Backend = "auto"
+) -> Tensor:
+    """Products of each token's output with the l2-normalised rows of its samples.
+
+    Args:
+        output: float32 [T, D].
+        rows: N rows, on the device of `output` or on the host; their gradient is added to them.
+        index: int64 [T, R], into `rows.values`, on the device of `output`.
+        segment: tokens whose rows are fetched at a time; None is all at once.
+        lent: so many of the last columns of `index` give `rows` no gradient.
+        backend: of the products, see `turbogr.ops.backend.Backend`.
+
+    Returns:
+        float32 [T, R].
+    """
+    products: Tensor = _ApartProducts.apply(output, rows.anchor, rows, index, segment, lent, backend)
+    return products
+
+
+class _ApartProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]  # noqa: ANN205
+        ctx,  # noqa: ANN001
+        output: Tensor,
+        anchor: Tensor,
+        rows: ApartRows,
+        index: Tensor,
+        segment: int | None,
+        lent: int,
+        backend: Backend,
+    ):
+        ctx.save_for_backward(output, index)
+        ctx.rows, ctx.segment, ctx.lent, ctx.backend = rows, segment, lent, backend
+        products = output.new_empty(index.shape)
+        for part, fetched, place, _ in _segments(rows, index, segment, output.device, backend):
+            products[part] = negative_logits(output[part], normalised(fetched, backend=backend), place, backend=backend)
+        return products
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+        output, index = ctx.saved_tensors
+        columns = index.shape[1] - ctx.lent
+        grad_output = torch.empty_like(output)
+        for part, fetched, place, distinct in _segments(ctx.rows, index, ctx.segment, output.device, ctx.backend):
+            with torch.enable_grad():
+                tokens, values = output[part].detach().requires_grad_(), fetched.requires_grad_()
+                vectors = normalised(values, backend=ctx.backend)
+                own = negative_logits(tokens, vectors, place[:, :columns], backend=ctx.backend)
+            grad_output[part], of_rows = torch.autograd.grad(own, (tokens, values), gradient[part, :columns])
+            if ctx.lent:
+                with torch.enable_grad():
+                    lent = negative_logits(tokens, vectors.detach(), place[:, columns:], backend=ctx.backend)
+                grad_output[part] += torch.autograd.grad(lent, tokens, gradient[part, columns:])[0]
+            ctx.rows.add_gradient(of_rows, distinct)
+        return grad_output, None, None, None, None, None, None
+
+
+def _segments(
+    rows: ApartRows, index: Tensor, segment: int | None, device: torch.device, backend: Backend
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    """Tokens; their distinct rows, float32 [n, D], on the device; where samples stand in these; which they are (None: all)."""
+    tokens = len(index)
+    if segment is None:
+        yield slice(0, tokens), rows.values.to(device, torch.float32), index, None
+        return
+    lane, places = copy_lane(device), on_host(index) if rows.values.device.type == "cpu" else index
+
+    def fetch(start: int) -> tuple[slice, Ticket[tuple[Tensor, Tensor]], Tensor]:
+        part = slice(start, min(start + segment, tokens))
+        distinct, place = unique_ids(places[part].reshape(-1), len(rows.values), backend=backend)
+        found = rows.values[distinct]
+        place = place.view(-1, index.shape[1])
+        return part, lane.submit(lambda: (_sent(found, device), _sent(place, device))), distinct
+
+    ahead = fetch(0) if tokens else None
+    while ahead is not None:
+        part, arriving, distinct = ahead
+        ahead = fetch(part.stop) if part.stop < tokens else None
+        values, place = arriving.wait()
+        yield part, values.float(), place, distinct
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if tensor.device.type == device.type else tensor.pin_memory().to(device, non_blocking=True)
