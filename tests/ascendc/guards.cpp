@@ -7,6 +7,7 @@
 #include "guards_global.h"
 #include "guards_local.h"
 #include "guards_matmul.h"
+#include "guards_pipes.h"
 #include "host/driver.h"
 
 // Runs the kernel `name` on two cores, as it should be or with its mistake.
@@ -20,6 +21,7 @@ extern "C" void run_guard(const char* name, int64_t wrong, int64_t seed, host::O
         guards::add_global(cases);
         guards::add_launches(cases);
         guards::add_matmul(cases);
+        guards::add_pipes(cases);
         if (cases.count(name) == 0) throw std::runtime_error(std::string("no case ") + name);
         guards::Memory memory;
         const auto& kernel = cases[name];

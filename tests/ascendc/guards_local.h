@@ -31,6 +31,13 @@ inline GlobalTensor<float> tensor(float* memory, int64_t count = COUNT) {
     return x;
 }
 
+// The second pipe of the event waits for the first.
+template <HardEvent kind>
+void fence() {
+    SetFlag<kind>(EVENT_ID7);
+    WaitFlag<kind>(EVENT_ID7);
+}
+
 // What each case begins with: a kernel that copies its half of the input, doubled, to the output.
 struct Bench {
     static constexpr int32_t N = 64;
@@ -74,10 +81,12 @@ inline void add_local(Cases& cases) {
     };
     cases["local scalar read out of bounds"] = [](Memory& m, bool wrong) {
         Bench b(m);
+        fence<HardEvent::V_S>();
         b.work.GetValue(wrong ? 64 : 63);
     };
     cases["local scalar write out of bounds"] = [](Memory& m, bool wrong) {
         Bench b(m);
+        fence<HardEvent::V_S>();
         b.work.SetValue(wrong ? 64 : 63, 0.0f);
     };
     cases["local outside of its buffer"] = [](Memory& m, bool wrong) {
@@ -103,6 +112,7 @@ inline void add_local(Cases& cases) {
         b.in.FreeTensor(x);
         x = b.in.AllocTensor<float>();
         if (!wrong) Duplicate(x, 0.0f, 64);
+        fence<HardEvent::V_S>();
         x.GetValue(0);
         b.in.FreeTensor(x);
     };
@@ -152,6 +162,7 @@ inline void add_local(Cases& cases) {
     };
     cases["local memory of a TPipe that is gone"] = [](Memory& m, bool wrong) {
         Bench b(m);
+        fence<HardEvent::V_S>();
         if (wrong) b.pipe.Destroy();
         b.work.GetValue(0);
     };

@@ -92,6 +92,19 @@ GUARDS = {
     "product that nobody waits for": "a product was not waited for",
     "wait for no product": "there is no product to wait for",
     "end of a product that is not there": "WaitIterateAll was not called for the last product",
+    "scalar reads what the vector unit writes": "reads memory that V may still be writing: pipe S has not waited for it",
+    "scalar writes what the vector unit reads": "writes memory that V may still be reading: pipe S",
+    "vector reads what the scalar unit writes": "reads memory that S may still be writing: pipe V",
+    "vector reads what is copied in": "reads memory that MTE2 may still be writing: pipe V",
+    "copied into what the vector unit reads": "writes memory that V may still be reading: pipe MTE2",
+    "copied out while the vector unit writes": "reads memory that V may still be writing: pipe MTE3",
+    "vector writes what is copied out": "writes memory that MTE3 may still be reading: pipe V",
+    "copied in what is copied out": "reads memory that MTE3 may still be writing: pipe MTE2",
+    "copied out twice to one place": "writes memory that MTE3 may still be writing: pipe MTE3",
+    "added to what is copied out": "adds to memory that MTE3 may still be writing: pipe MTE3",
+    "waits of another kind": "reads memory that MTE2 may still be writing: pipe V",
+    "product of what is copied out": "IterateAll .*: reads memory that MTE3 may still be writing: pipe S",
+    "product onto what is copied in": "IterateAll .*: writes memory that MTE2 may still be reading: pipe S",
 }
 
 

@@ -21,8 +21,8 @@ struct Options {
     // 0: all cores run at once, as the system pleases. Else one core at a time, in an order that this number decides and that
     // changes at every SyncAll: what a launch calculates then is the same whenever it is repeated with the same seed.
     int64_t seed = 0;
-    // Whether missing waits between pipes are looked for, see pipes.h.
-    bool pipes = false;
+    // Whether missing waits between pipes are looked for, see pipes.h. Only what tries something out leaves this off.
+    bool pipes = true;
 };
 
 // The barrier of a launch, and whose turn it is.
