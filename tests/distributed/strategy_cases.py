@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 from tests.data.make import write_prepared
+from turbogr.callbacks.logit_sharing import LogitSharing
+from turbogr.callbacks.negative_offload import NegativeOffload
+from turbogr.callbacks.negative_quantization import NegativeQuantization
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.data.prepare import prepare
 from turbogr.models.hstu import HSTU
@@ -36,6 +39,11 @@ QUIET = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
+}
+NEGATIVES: dict[str, Callable[[], pl.Callback]] = {
+    "offload": lambda: NegativeOffload(segment=30, mode="offload"),
+    "fp16": NegativeQuantization,
+    "sharing": LogitSharing,
 }
 # Options of TurboGRStrategy and of what is trained. One process trains the same under strategy="auto".
 FOUR = {f"{4 // i} groups of {i}, {rows}": ({"groups": 4 // i}, {"rows": rows}) for i in (1, 2, 4) for rows in ROWS}
@@ -66,7 +74,19 @@ TWO = {
 }
 
 
+FOUR |= {
+    "offloaded": ({"groups": 2}, {"rows": "lazy_adam", "negatives": ("offload",), "accumulate_grad_batches": 2}),
+    "fp16 negatives": ({"groups": 2}, {"rows": "adagrad", "negatives": ("fp16",)}),
+    "fp16 negatives, table-wise": (
+        {"groups": 1, "sharding": "table_wise"},
+        {"rows": "adagrad", "negatives": ("fp16", "offload")},
+    ),
+}
 TWO |= {
+    "semi_async, fp16 negatives": (
+        {"groups": 1, **SEMI},
+        {"rows": "adagrad", "max_epochs": 2, "negatives": ("offload", "fp16")},
+    ),
     "semi_async": ({"groups": 1, **SEMI}, {"rows": "lazy_adam", "max_epochs": 2}),
     "semi_async, bf16-mixed": ({"groups": 2, **SEMI}, {"rows": "adagrad", "precision": "bf16-mixed"}),
 }
@@ -119,15 +139,17 @@ def fit(
     scheduled: bool = False,
     dropout: float = 0.0,
     data: dict[str, Any] | None = None,
+    negatives: Sequence[str] = (),
     **options: Any,
 ) -> pl.Trainer:
-    """Trains, on `ranks` ranks of which torchrun has started as many."""
+    """Trains, on `ranks` ranks of which torchrun has started as many, with callbacks of NEGATIVES."""
     model, module = build(folder, ranks, rows, dropout, scheduled, **(data or {}))
     checkpoints = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks or [])
     settings = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "enable_checkpointing": checkpoints}
     if "val_check_interval" in options:
         settings["limit_val_batches"] = 2
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    callbacks = [*(callbacks or []), *(NEGATIVES[name]() for name in negatives)]
     settings |= {"devices": ranks // nodes, "num_nodes": nodes, "callbacks": callbacks, "strategy": strategy}
     trainer = pl.Trainer(**QUIET, **{**settings, **options})
     trainer.fit(model, module, ckpt_path=ckpt_path, weights_only=True)
