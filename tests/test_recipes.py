@@ -185,3 +185,14 @@ def test_switches_of_the_data(switch, expected, prepared):
     files = [f"-c={recipes_dir() / name}" for name in ("movielens-100k/hstu.yaml", f"switches/{switch}.yaml")]
     data = Built("fit", [*files, f"--data.path={prepared}", "--trainer.accelerator=cpu"]).datamodule
     assert {name: getattr(data, name) for name in expected} == expected
+
+
+def test_the_model_corrects_by_the_datas_log_q(prepared):
+    def built(*options):
+        files = ["-c", str(recipes_dir() / "movielens-100k/hstu.yaml"), f"--data.path={prepared}", "--trainer.accelerator=cpu"]
+        return Built("fit", [*files, *options])
+
+    popular = built("--data.negative_sampling=popularity", "--data.popularity_exponent=0.5")
+    assert torch.equal(popular.model._log_q, torch.from_numpy(popular.datamodule.log_q))
+    assert popular.model._log_q.unique().numel() > 1
+    assert built().model._log_q is None

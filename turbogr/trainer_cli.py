@@ -184,6 +184,7 @@ class TurboGRCLI(LightningCLI):
         parser.add_lightning_class_args(PredictionWriter, "predictions")
         parser.link_arguments("data.num_items", "model.num_items", apply_on="instantiate")
         parser.link_arguments("data.features", "model.features", apply_on="instantiate")
+        parser.link_arguments("data.log_q", "model.log_q", apply_on="instantiate")
         parser.link_arguments(("data.max_length", "model.backbone"), "model.backbone.init_args.max_length", one_max_length)
         if self.command == "fit":
             parser.add_argument(
