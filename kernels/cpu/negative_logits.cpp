@@ -1,5 +1,6 @@
-// Products of tokens with sampled rows of a table, the sampled softmax on them, and their gradients; float32 on a CPU. The
-// formulas stand in turbogr/ops/negative_logits.py and sampled_softmax.py.
+// Products of tokens with sampled rows of a table, the sampled softmax on them, and their gradients, on a CPU. Arithmetic is
+// float32; the table of plain products may be stored in half precision, and is widened where it is read. The formulas stand in
+// turbogr/ops/negative_logits.py and sampled_softmax.py.
 //
 // Forward works token by token: the rows of a token are read where they lie, LANES of them at once, and are in the cache still
 // when they are added up with their weights. The gradient of the table is summed by blocks of rows that fit the cache: samples
@@ -24,7 +25,8 @@ namespace turbogr {
 namespace {
 
 // x . rows[0], ..., x . rows[LANES - 1].
-Vector dots(const float* x, const float* const* rows, int64_t vectors) {
+template <typename Element>
+Vector dots(const float* x, const Element* const* rows, int64_t vectors) {
     Vector sums[LANES] = {};
     for (int64_t v = 0; v < vectors; v++) {
         const Vector part = load(x + v * LANES);
@@ -44,7 +46,8 @@ Vector dots(const float* x, const float* const* rows, int64_t vectors) {
 }
 
 // to = sum of weights[s] * rows[s], `width` floats.
-void weighted_sum(const float* weights, const float* const* rows, int64_t count, int64_t width, float* to) {
+template <typename Element>
+void weighted_sum(const float* weights, const Element* const* rows, int64_t count, int64_t width, float* to) {
     by_columns((width + LANES - 1) / LANES, [&](auto vectors, int64_t first) {
         Vector sums[vectors] = {};
         for (int64_t s = 0; s < count; s++) {
@@ -77,11 +80,12 @@ bool for_tokens(const TurbogrSamples& p, Make make, Run run) {
 }
 
 // The rows of one token and the numbers that belong to them, both up to a whole number of vectors.
+template <typename Element = float>
 class Token {
   public:
-    Token(const TurbogrSamples& p, const Rows& outputs, const Rows& table, Wrong& wrong, Arena arena)
+    Token(const TurbogrSamples& p, const Rows<>& outputs, const Rows<Element>& table, Wrong& wrong, Arena arena)
         : p_(p), outputs_(outputs), table_(table), wrong_(wrong), padded_(round_up(p.count, LANES)) {
-        rows_ = arena.take<const float*>(padded_);
+        rows_ = arena.take<const Element*>(padded_);
         values_ = arena.take<float>(padded_);
         used_ = arena.used();
     }
@@ -104,7 +108,7 @@ class Token {
             // A large table lies in memory: the next rows are asked for now, of which the processor guesses the rest.
             for (int64_t next = s + LANES; next < std::min(s + 2 * LANES, padded_); next++) {
                 __builtin_prefetch(rows_[next]);
-                __builtin_prefetch(rows_[next] + 64 / sizeof(float));
+                __builtin_prefetch(rows_[next] + 64 / sizeof(Element));
             }
             store(values_ + s, dots(outputs_[token], rows_ + s, vectors));
         }
@@ -114,9 +118,12 @@ class Token {
 
     // values() hold products, to which temperature * bias is added: it is divided with them.
     void add_bias(int64_t token, float temperature) {
-        const int64_t* index = p_.index + token * (p_.count - 1);
-        values_[0] += temperature * p_.bias[p_.targets[token]];
-        for (int64_t s = 1; s < p_.count; s++) values_[s] += temperature * p_.bias[index[s - 1]];
+        for_samples(p_, token, p_.count, wrong_, [&](int64_t s, int64_t row) { values_[s] += temperature * p_.bias[row]; });
+    }
+
+    // values() = numbers[s] * factor of sample s's row.
+    void scale(int64_t token, const float* numbers) {
+        for_samples(p_, token, p_.count, wrong_, [&](int64_t s, int64_t row) { values_[s] = numbers[s] * p_.row_factors[row]; });
     }
 
     // values() hold products and become the loss's derivatives by them; returns the loss.
@@ -149,12 +156,45 @@ class Token {
 
   private:
     const TurbogrSamples& p_;
-    const Rows &outputs_, &table_;
+    const Rows<>& outputs_;
+    const Rows<Element>& table_;
     Wrong& wrong_;
     int64_t padded_, used_;
-    const float** rows_;
+    const Element** rows_;
     float* values_;
 };
+
+template <typename Element>
+int negative_logits(const TurbogrSamples& p, float* logits, int64_t* wrong) {
+    Rows<> outputs;
+    Rows<Element> table;
+    if (!prepare_outputs(outputs, p) || !prepare_table(table, p)) return 1;
+    Wrong outside;
+    const auto make = [&](Arena arena) { return Token<Element>(p, outputs, table, outside, arena); };
+    const auto run = [&](Token<Element>& worker, int64_t token) {
+        if (p.count == 0 || !worker.find(token)) return;
+        worker.multiply(token);
+        if (p.row_factors != nullptr) worker.scale(token, worker.values());
+        std::copy_n(worker.values(), p.count, logits + token * p.count);
+    };
+    return for_tokens(p, make, run) ? outside.report(wrong) : 1;
+}
+
+template <typename Element>
+int weighted_rows(const TurbogrSamples& p, const float* weights, float* sums, int64_t* wrong) {
+    Rows<> outputs;
+    Rows<Element> table;
+    if (!prepare_table(table, p)) return 1;
+    Wrong outside;
+    const auto make = [&](Arena arena) { return Token<Element>(p, outputs, table, outside, arena); };
+    const auto run = [&](Token<Element>& worker, int64_t token) {
+        if (!worker.find(token)) return;
+        const float* own = weights + token * p.count;
+        if (p.row_factors != nullptr) worker.scale(token, own), own = worker.values();
+        worker.add_up(own, sums + token * p.width);
+    };
+    return for_tokens(p, make, run) ? outside.report(wrong) : 1;
+}
 
 }  // namespace
 }  // namespace turbogr
@@ -163,31 +203,18 @@ using namespace turbogr;
 
 int turbogr_negative_logits(const TurbogrSamples* samples, float* logits, int64_t* wrong) {
     const TurbogrSamples& p = *samples;
-    Rows outputs, table;
-    const int64_t threads = threads_of(p);
-    if (!outputs.prepare(p.output, p.output_row, p.tokens, p.width, threads)) return 1;
-    if (!table.prepare(p.table, p.table_row, p.rows, p.width, threads)) return 1;
-    Wrong outside;
-    const auto make = [&](Arena arena) { return Token(p, outputs, table, outside, arena); };
-    const auto run = [&](Token& worker, int64_t token) {
-        if (p.count == 0 || !worker.find(token)) return;
-        worker.multiply(token);
-        std::copy_n(worker.values(), p.count, logits + token * p.count);
-    };
-    return for_tokens(p, make, run) ? outside.report(wrong) : 1;
+    return with_type(p, [&](auto type) { return negative_logits<decltype(type)>(p, logits, wrong); });
 }
 
 int turbogr_sampled_softmax(
     const TurbogrSamples* samples, float temperature, float* loss, float* coefficients, float* direction, int64_t* wrong
 ) {
     const TurbogrSamples& p = *samples;
-    Rows outputs, table;
-    const int64_t threads = threads_of(p);
-    if (!outputs.prepare(p.output, p.output_row, p.tokens, p.width, threads)) return 1;
-    if (!table.prepare(p.table, p.table_row, p.rows, p.width, threads)) return 1;
+    Rows<> outputs, table;
+    if (!prepare_outputs(outputs, p) || !prepare_table(table, p)) return 1;
     Wrong outside;
-    const auto make = [&](Arena arena) { return Token(p, outputs, table, outside, arena); };
-    const auto run = [&](Token& worker, int64_t token) {
+    const auto make = [&](Arena arena) { return Token<>(p, outputs, table, outside, arena); };
+    const auto run = [&](Token<>& worker, int64_t token) {
         if (!worker.find(token)) return;
         worker.multiply(token);
         if (p.bias != nullptr) worker.add_bias(token, temperature);
@@ -200,21 +227,14 @@ int turbogr_sampled_softmax(
 
 int turbogr_weighted_rows(const TurbogrSamples* samples, const float* weights, float* sums, int64_t* wrong) {
     const TurbogrSamples& p = *samples;
-    Rows outputs, table;
-    if (!table.prepare(p.table, p.table_row, p.rows, p.width, threads_of(p))) return 1;
-    Wrong outside;
-    const auto make = [&](Arena arena) { return Token(p, outputs, table, outside, arena); };
-    const auto run = [&](Token& worker, int64_t token) {
-        if (worker.find(token)) worker.add_up(weights + token * p.count, sums + token * p.width);
-    };
-    return for_tokens(p, make, run) ? outside.report(wrong) : 1;
+    return with_type(p, [&](auto type) { return weighted_rows<decltype(type)>(p, weights, sums, wrong); });
 }
 
 int turbogr_row_sums(const TurbogrSamples* samples, const float* weights, const float* factors, float* sums, int64_t* wrong) {
     const TurbogrSamples& p = *samples;
     const int threads = static_cast<int>(threads_of(p));
-    Rows outputs;
-    if (!outputs.prepare(p.output, p.output_row, p.tokens, p.width, threads)) return 1;
+    Rows<> outputs;
+    if (!prepare_outputs(outputs, p)) return 1;
     Blocks blocks(p);
     const int64_t stride = round_up(p.width, LANES), bytes = blocks.rows() * stride * static_cast<int64_t>(sizeof(float));
     const bool apart = stride != p.width;  // then a block is summed in scratch with whole vectors, and copied

@@ -104,7 +104,7 @@ class Blocks {
 };
 
 // sums[entry's row] += weight * output of the entry's token, for all entries of a block.
-static inline void add_entries(const Entry* begin, const Entry* end, const Rows& outputs, int64_t stride, float* sums) {
+static inline void add_entries(const Entry* begin, const Entry* end, const Rows<>& outputs, int64_t stride, float* sums) {
     by_columns(stride / LANES, [&](auto vectors, int64_t first) {
         for (const Entry* entry = begin; entry < end; entry++) {
             const float* from = outputs[entry->token] + first * LANES;

@@ -6,6 +6,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "bfloat16.h"
+#include "float16.h"
 #include "matmul.h"
 #include "negative_logits.h"
 #include "tasks.h"
@@ -20,28 +22,50 @@ static inline int64_t threads_of(const TurbogrSamples& p) {
 }
 
 // Rows whose width is a whole number of vectors: the caller's, or a copy.
+template <typename Element = float>
 struct Rows {
-    const float* data = nullptr;
+    const Element* data = nullptr;
     int64_t stride = 0;
     Memory copy;
 
-    const float* operator[](int64_t row) const { return data + row * stride; }
+    const Element* operator[](int64_t row) const { return data + row * stride; }
 
-    bool prepare(const float* from, int64_t from_stride, int64_t rows, int64_t width, int64_t threads) {
+    bool prepare(const Element* from, int64_t from_stride, int64_t rows, int64_t width, int64_t threads) {
         data = from;
         stride = from_stride;
         if (width % LANES == 0) return true;
         stride = round_up(width, LANES);
-        copy = allocate(rows * stride * static_cast<int64_t>(sizeof(float)));
+        copy = allocate(rows * stride * static_cast<int64_t>(sizeof(Element)));
         if (!copy) return false;
-        float* to = reinterpret_cast<float*>(copy.get());
+        Element* to = reinterpret_cast<Element*>(copy.get());
         data = to;
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
-        for (int64_t row = 0; row < rows; row++)
-            pack(from + row * from_stride, from_stride, 1, width, 1, to + row * stride, stride, 1);
+        for (int64_t row = 0; row < rows; row++) {
+            std::memcpy(to + row * stride, from + row * from_stride, sizeof(Element) * width);
+            std::memset(to + row * stride + width, 0, sizeof(Element) * (stride - width));
+        }
         return true;
     }
 };
+
+static inline bool prepare_outputs(Rows<>& rows, const TurbogrSamples& p) {
+    return rows.prepare(p.output, p.output_row, p.tokens, p.width, threads_of(p));
+}
+
+template <typename Element>
+bool prepare_table(Rows<Element>& rows, const TurbogrSamples& p) {
+    return rows.prepare(static_cast<const Element*>(p.table), p.table_row, p.rows, p.width, threads_of(p));
+}
+
+// Calls run() with a number of the table's type, which stands for the type alone.
+template <typename Run>
+int with_type(const TurbogrSamples& p, Run run) {
+    switch (p.table_type) {
+        case TURBOGR_FLOAT16: return run(Float16{});
+        case TURBOGR_BFLOAT16: return run(BFloat16{});
+        default: return run(float{});
+    }
+}
 
 // The first sample that is outside the table.
 class Wrong {

@@ -29,12 +29,12 @@ bool finite(const float* x, int64_t count) {
 }
 
 // `bad` is put in the place of the last sample, if there is one; every function must then name it, and touch nothing for it.
-// With `lent`, which needs targets, there is a bias too.
+// With `lent`, which needs targets, there is a bias too. Plain products are taken with tables of every type.
 int run(
     int64_t tokens, int64_t samples, int64_t width, int64_t rows, bool with_targets, int64_t lent, int64_t bad, int64_t missing
 ) {
     const int64_t extra = with_targets ? 1 : 0, count = samples + extra, gap = 3;
-    const auto output = random_floats(tokens * width), table = random_floats(rows * (width + gap));
+    const auto output = random_floats(tokens * width), table = random_floats((rows - 1) * (width + gap) + width);
     std::unique_ptr<int64_t[]> index(new int64_t[tokens * samples]), targets(new int64_t[tokens]);
     std::uniform_int_distribution<int64_t> any(0, rows - 1);
     for (int64_t i = 0; i < tokens * samples; i++) index[i] = any(generator);
@@ -45,7 +45,7 @@ int run(
     p.tokens = tokens, p.count = count, p.width = width, p.rows = rows;
     p.output = output.get(), p.output_row = width, p.table = table.get(), p.table_row = width + gap;
     p.targets = with_targets ? targets.get() : nullptr, p.index = index.get(), p.threads = 3;
-    const auto bias = random_floats(rows);
+    const auto bias = random_floats(rows), row_factors = random_floats(rows);
     if (lent > 0) p.bias = bias.get(), p.lent = lent;
 
     const auto weights = random_floats(tokens * count), own = random_floats(tokens * (count - lent)), factors = random_floats(tokens);
@@ -54,18 +54,27 @@ int run(
     std::unique_ptr<float[]> grads(new float[rows * width - missing]());
     int64_t wrong = -1;
     const auto sound = [&](int code) { return code == (damaged ? 2 : 0) && (!damaged || wrong == tokens * count - 1); };
-    if (!sound(turbogr_negative_logits(&p, logits.get(), &wrong))) return 1;
     if (with_targets) {
         const int code = turbogr_sampled_softmax(&p, 0.05f, loss.get(), coefficients.get(), sums.get(), &wrong);
         if (!sound(code)) return 2;
     }
     if (!finite(loss.get(), tokens) || !finite(coefficients.get(), tokens * (count - lent))) return 3;
     if (!finite(sums.get(), tokens * width)) return 3;
-    if (!sound(turbogr_weighted_rows(&p, weights.get(), sums.get(), &wrong))) return 4;
+    // Finite numbers in both narrow types.
+    const int64_t numbers = (rows - 1) * (width + gap) + width;
+    std::unique_ptr<uint16_t[]> half(new uint16_t[numbers]);
+    for (int64_t i = 0; i < numbers; i++) half[i] = static_cast<uint16_t>(generator() & 0xbc00);
+    for (const int64_t type : {TURBOGR_BFLOAT16, TURBOGR_FLOAT16, TURBOGR_FLOAT32}) {
+        p.table_type = type;
+        p.table = type == TURBOGR_FLOAT32 ? static_cast<const void*>(table.get()) : half.get();
+        p.row_factors = type == TURBOGR_BFLOAT16 ? nullptr : row_factors.get();
+        if (!sound(turbogr_negative_logits(&p, logits.get(), &wrong))) return 1;
+        if (!sound(turbogr_weighted_rows(&p, weights.get(), sums.get(), &wrong))) return 4;
+        if (!finite(logits.get(), tokens * count) || !finite(sums.get(), tokens * width)) return 6;
+    }
     // The last sample is not looked at where it is lent.
     const int code = turbogr_row_sums(&p, own.get(), with_targets ? factors.get() : nullptr, grads.get(), &wrong);
     if (lent > 0 ? code != 0 : !sound(code)) return 5;
-    if (!finite(logits.get(), tokens * count) || !finite(sums.get(), tokens * width)) return 6;
     return finite(grads.get(), rows * width) ? 0 : 7;
 }
 

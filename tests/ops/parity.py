@@ -20,7 +20,7 @@ from turbogr.ops.embedding_lookup import jagged_embedding_lookup
 from turbogr.ops.fuxi_attention import jagged_fuxi_attention
 from turbogr.ops.gated_norm import gated_norm
 from turbogr.ops.hstu_attention import jagged_hstu_attention
-from turbogr.ops.negative_logits import negative_logits
+from turbogr.ops.negative_logits import negative_logits, negative_logits_gradients
 from turbogr.ops.normalise import normalised
 from turbogr.ops.registry import describe
 from turbogr.ops.row_update import RowRule, row_update
@@ -118,7 +118,13 @@ def negatives(backend: Backend) -> list[Tensor]:
     logits = negative_logits(*leaves, index, backend=backend)
     loss = sampled_softmax(*leaves, targets, index, temperature=0.7, backend=backend)
     corrected = sampled_softmax(*leaves, targets, index, temperature=0.7, bias=torch.randn(211), lent=7, backend=backend)
-    return with_gradients([logits, loss, corrected], leaves)
+    results = with_gradients([logits, loss, corrected], leaves)
+    gradient, factors = torch.randn(TOKENS, 19), torch.rand(211)
+    for dtype in (torch.float16, torch.bfloat16):
+        half = leaves[0].detach(), torch.randn(211, 37).to(dtype), index
+        results.append(negative_logits(*half, factors=factors, backend=backend))
+        results += negative_logits_gradients(gradient, *half, factors=factors, backend=backend)
+    return results
 
 
 def unique(backend: Backend) -> list[Tensor]:

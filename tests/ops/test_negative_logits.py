@@ -135,8 +135,8 @@ def test_reference_as_a_back_end():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend, rows):
     inputs = inputs_of(5, 3, 2, rows, dtype=torch.float32)
-    torch.library.opcheck(_negative_logits, (*inputs, backend))
-    torch.library.opcheck(_negative_logits_backward, (torch.randn(5, 3), *(x.detach() for x in inputs), backend))
+    torch.library.opcheck(_negative_logits, (*inputs, None, backend))
+    torch.library.opcheck(_negative_logits_backward, (torch.randn(5, 3), *(x.detach() for x in inputs), None, True, backend))
 
 
 @pytest.mark.parametrize("rows", [20, 300])
@@ -199,7 +199,7 @@ def test_an_index_outside_is_named(backend, value):
     if backend == "reference":
         return
     with pytest.raises(IndexError, match=message):
-        _negative_logits_backward(torch.ones(60, 7), output.detach(), table.detach(), index, backend)
+        _negative_logits_backward(torch.ones(60, 7), output.detach(), table.detach(), index, None, True, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,6 +18,9 @@ WRONG_INDEX = 2
 MOST_TOKENS = 2**32 - 1
 """A sample that waits for its sum is kept in 12 bytes, 4 of them for its token."""
 
+TABLE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""`TURBOGR_FLOAT32` and the others."""
+
 
 class _Samples(ctypes.Structure):
     """`TurbogrSamples`."""
@@ -27,8 +30,8 @@ class _Samples(ctypes.Structure):
         ("output", c_void_p),
         ("output_row", c_int64),
         ("table", c_void_p),
-        ("table_row", c_int64),
-        *((name, c_void_p) for name in ("targets", "index", "bias")),
+        *((name, c_int64) for name in ("table_row", "table_type")),
+        *((name, c_void_p) for name in ("targets", "index", "bias", "row_factors")),
         ("lent", c_int64),
         ("threads", c_int64),
     ]
@@ -44,8 +47,9 @@ class SampledRows:
         index: int64 [T, R].
         targets: int64 [T]: a token's sample 0, before its R others; or None.
         output: float32 [T, D].
-        table: float32 [U, D]; None if only `row_sums` is called.
+        table: float32 [U, D], or float16 or bfloat16 for `logits` and `weighted_rows`; None if only `row_sums` is called.
         bias: float32 [U], added to the logits of `softmax`; None for none.
+        row_factors: float32 [U], times which `logits` and `weighted_rows` take the table's rows; None for 1.
         lent: so many of a token's last samples, 0 <= lent <= R, are left out by `row_sums`.
 
     Raises:
@@ -62,6 +66,7 @@ class SampledRows:
         output: Tensor,
         table: Tensor | None = None,
         bias: Tensor | None = None,
+        row_factors: Tensor | None = None,
         lent: int = 0,
     ) -> None:
         if output.shape[0] > MOST_TOKENS:
@@ -73,6 +78,7 @@ class SampledRows:
         self.index, self.targets = index.contiguous(), None if targets is None else targets.contiguous()
         self.output, self.table = rows(output), None if table is None else rows(table)
         self.bias = None if bias is None else bias.contiguous()
+        self.row_factors = None if row_factors is None else row_factors.contiguous()
         self.samples = _Samples(
             self.tokens,
             self.count,
@@ -82,9 +88,11 @@ class SampledRows:
             self.output.stride(0),
             pointer(self.table),
             0 if self.table is None else self.table.stride(0),
+            0 if self.table is None else TABLE_TYPES[self.table.dtype],
             pointer(self.targets),
             pointer(self.index),
             pointer(self.bias),
+            pointer(self.row_factors),
             lent,
             torch.get_num_threads(),
         )

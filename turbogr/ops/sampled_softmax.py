@@ -140,7 +140,7 @@ def _sampled_softmax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     library = kernel_for(KERNEL, OPERATOR, backend, output)
     if library is not None:
-        sampled = SampledRows(OPERATOR, library, rows.shape[0], negatives, targets, output, rows, bias, lent)
+        sampled = SampledRows(OPERATOR, library, rows.shape[0], negatives, targets, output, rows, bias=bias, lent=lent)
         return sampled.softmax(temperature)
     check_rows(OPERATOR, "targets", targets, rows.shape[0])
     check_rows(OPERATOR, "negatives", negatives, rows.shape[0])
