@@ -22,6 +22,7 @@ extern "C" void run_guard(const char* name, int64_t wrong, int64_t seed, host::O
         guards::add_launches(cases);
         guards::add_matmul(cases);
         guards::add_pipes(cases);
+        guards::add_caches(cases);
         if (cases.count(name) == 0) throw std::runtime_error(std::string("no case ") + name);
         guards::Memory memory;
         const auto& kernel = cases[name];

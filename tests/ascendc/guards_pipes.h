@@ -113,4 +113,59 @@ inline void add_pipes(Cases& cases) {
     };
 }
 
+// The scalar unit's cache, which nothing else looks into.
+inline void add_caches(Cases& cases) {
+    const auto clean = [](const GlobalTensor<float>& x) { DataCacheCleanAndInvalid<float, CacheLine::ENTIRE_DATA_CACHE>(x); };
+    cases["write left in the cache"] = [clean](Memory& m, bool wrong) {
+        Bench b(m);
+        const auto mine = tensor(m.sums)[GetBlockIdx() * 64];
+        mine.SetValue(0, 1.0f);
+        if (!wrong) clean(mine);
+    };
+    cases["write in the cache at a barrier"] = [clean](Memory& m, bool wrong) {
+        Bench b(m);
+        const auto mine = tensor(m.sums)[GetBlockIdx() * 64];
+        mine.SetValue(0, 1.0f);
+        if (!wrong) clean(mine);
+        SyncAll();
+        clean(mine);
+    };
+    cases["copy of what is in the cache"] = [clean](Memory& m, bool wrong) {
+        Bench b(m);
+        const auto mine = tensor(m.sums)[GetBlockIdx() * 64];
+        mine.SetValue(0, 1.0f);
+        fence<HardEvent::S_MTE2>();
+        if (!wrong) clean(mine);
+        auto x = b.in.AllocTensor<float>();
+        DataCopy(x, mine, 8);
+        b.in.FreeTensor(x);
+        clean(mine);
+    };
+    cases["cache older than a copy"] = [](Memory& m, bool wrong) {
+        Bench b(m);
+        const auto mine = tensor(m.sums)[GetBlockIdx() * 64];
+        mine.GetValue(0);
+        copy_out(b, mine, 8);
+        fence<HardEvent::MTE3_S>();
+        if (!wrong) DataCacheCleanAndInvalid<float, CacheLine::SINGLE_CACHE_LINE>(mine);
+        mine.GetValue(1);
+    };
+    cases["cache older than another core's write"] = [clean](Memory& m, bool wrong) {
+        Bench b(m);
+        const auto all = tensor(m.sums);
+        if (GetBlockIdx() == 0) all.GetValue(0);
+        SyncAll();
+        if (GetBlockIdx() == 1) copy_out(b, all, 8);
+        SyncAll();
+        if (!wrong) clean(all);
+        if (GetBlockIdx() == 0) all.GetValue(1);
+    };
+    cases["two cores write one line"] = [clean](Memory& m, bool wrong) {
+        Bench b(m);
+        const auto mine = tensor(m.sums)[GetBlockIdx() * (wrong ? 8 : 16)];
+        mine.SetValue(0, 1.0f);
+        clean(mine);
+    };
+}
+
 }  // namespace guards

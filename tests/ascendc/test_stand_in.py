@@ -105,6 +105,12 @@ GUARDS = {
     "waits of another kind": "reads memory that MTE2 may still be writing: pipe V",
     "product of what is copied out": "IterateAll .*: reads memory that MTE3 may still be writing: pipe S",
     "product onto what is copied in": "IterateAll .*: writes memory that MTE2 may still be reading: pipe S",
+    "write left in the cache": "the end of the kernel: what the scalar unit wrote .* DataCacheCleanAndInvalid was not called",
+    "write in the cache at a barrier": "SyncAll .*: what the scalar unit wrote to global memory is in its cache",
+    "copy of what is in the cache": "DataCopy .*: memory whose new value is in the scalar unit's cache",
+    "cache older than a copy": "reads what its cache holds from before it was written",
+    "cache older than another core's write": "reads what its cache holds from before it was written",
+    "two cores write one line": r"race: core \d \(GlobalTensor::SetValue.* the same 64 bytes",
 }
 
 

@@ -63,6 +63,7 @@ struct Pending {
     int64_t product;
 };
 
+class Cache;
 class Pipes;
 class Schedule;
 
@@ -72,6 +73,7 @@ enum class Unit { Scalar, Vector, Element, CopyIn, CopyOut, Cube };
 struct Core {
     int64_t index = 0, count = 1;
     Schedule* schedule = nullptr;
+    Cache* cache = nullptr;
     Pipes* pipes = nullptr;  // null where a launch does not follow them
     Counters counters;
 

@@ -8,6 +8,7 @@
 #include <shared_mutex>
 #include <vector>
 
+#include "cache.h"
 #include "core.h"
 #include "numbers.h"
 #include "pipes.h"
@@ -20,6 +21,13 @@ struct Region {
     uint8_t* begin;
     int64_t bytes;
     std::vector<uint8_t> written;
+
+    void record_line(Core& c, const void* address) const {
+        const uintptr_t line = line_of(reinterpret_cast<uintptr_t>(address));
+        const uintptr_t first = std::max(line, reinterpret_cast<uintptr_t>(begin));
+        const uintptr_t last = std::min(line + LINE_BYTES, reinterpret_cast<uintptr_t>(begin + bytes));
+        record(c, reinterpret_cast<const void*>(first), static_cast<int64_t>(last - first), Access::Kind::Write);
+    }
 };
 
 struct Regions {
@@ -113,6 +121,11 @@ inline void check_order(const void* address, int64_t bytes, Unit unit, Access::K
         // The scalar unit tells the cube what to do.
         unit == Unit::Cube ? c.pipes->check(Pipe::S, kind, begin, end) : c.pipes->touch(pipe_of(unit), kind, begin, end);
     }
+    if (unit == Unit::Scalar) {
+        kind == Access::Kind::Read ? c.cache->read(begin) : c.cache->write(begin);
+    } else {
+        c.cache->passed_by(begin, end, kind != Access::Kind::Read);
+    }
     if (unit == Unit::Cube) return;
     for (const Pending& p : c.pending) {
         require((kind == Access::Kind::Read && !p.result) || end <= p.begin || p.end <= begin, p.result ? "the result" : "an operand",
@@ -140,6 +153,9 @@ class GlobalTensor {
         if (region_ == nullptr) return;
         count_ = (region_->begin + region_->bytes - reinterpret_cast<uint8_t*>(buffer)) / static_cast<int64_t>(sizeof(T));
     }
+
+    // For the stand-in:
+    uintptr_t address() const { return reinterpret_cast<uintptr_t>(data_); }
 
     GlobalTensor operator[](uint64_t offset) const {
         GlobalTensor part = *this;
@@ -183,6 +199,8 @@ class GlobalTensor {
         host::check_order(to, bytes, unit, kind);
         if (!region_->written.empty()) std::fill_n(region_->written.begin() + (reinterpret_cast<uint8_t*>(to) - region_->begin), bytes, 1);
         host::record(host::core(), to, bytes, kind);
+        // The cache writes whole lines.
+        if (unit == host::Unit::Scalar) region_->record_line(host::core(), to);
         return to;
     }
 
@@ -205,5 +223,15 @@ class GlobalTensor {
     int64_t count_ = 0;
     host::Region* region_ = nullptr;
 };
+
+enum class CacheLine { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE };
+enum class DcciDst { CACHELINE_ALL = 0, CACHELINE_UB, CACHELINE_OUT, CACHELINE_ATOMIC };
+
+// Writes back and forgets what the scalar unit's cache holds: of the line that `dst` begins in, or all.
+template <class T, CacheLine entireType, DcciDst dcciDst = DcciDst::CACHELINE_OUT>
+void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst, HOST_PLACE) {
+    host::Cache& cache = *host::enter("DataCacheCleanAndInvalid", place).cache;
+    entireType == CacheLine::SINGLE_CACHE_LINE ? cache.clean(dst.address()) : cache.clean();
+}
 
 }  // namespace AscendC

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "cache.h"
 #include "core.h"
 #include "pipes.h"
 #include "races.h"
@@ -129,6 +130,7 @@ inline void check_end(Core& c) {
     if (!c.complaint.empty()) throw Error(c.complaint);
     require(c.atomic == nullptr, "SetAtomicNone was not called");
     require(c.pending.empty(), "a product was not waited for");
+    require(!c.cache->dirty(), "what the scalar unit wrote to global memory is in its cache: DataCacheCleanAndInvalid was not called");
     for (int kind = 0; kind < EVENT_KINDS; kind++) {
         for (int event = 0; event < EVENTS_PER_KIND; event++) {
             require(!c.flags[kind][event], "a flag that was set is not waited for: event ", event, " of kind ", kind);
@@ -148,12 +150,14 @@ Counters launch(int64_t count, Kernel kernel, Options options = {}) {
     if (count < 1) throw Error("a launch needs a core");
     std::vector<Core> cores(static_cast<size_t>(count));
     Schedule schedule(cores, options);
+    std::vector<Cache> caches(cores.size());
     std::vector<Pipes> pipes(options.pipes ? cores.size() : 0);
     std::vector<std::thread> threads;
     for (int64_t i = 0; i < count; i++) {
         cores[i].index = i;
         cores[i].count = count;
         cores[i].schedule = &schedule;
+        cores[i].cache = &caches[i];
         if (options.pipes) cores[i].pipes = &pipes[i];
         threads.emplace_back([&, i] {
             std::exception_ptr error;
@@ -190,6 +194,7 @@ void SyncAll(HOST_PLACE) {
     host::Core& c = host::enter("SyncAll", place);
     // It waits for all pipes of the core, too.
     if (c.pipes != nullptr) c.pipes->join_all();
+    host::require(!c.cache->dirty(), "what the scalar unit wrote to global memory is in its cache: DataCacheCleanAndInvalid comes first");
     c.schedule->sync(c.index);
 }
 

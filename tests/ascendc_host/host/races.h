@@ -6,18 +6,20 @@
 #include <string>
 #include <vector>
 
+#include "cache.h"
 #include "core.h"
 
 namespace host {
 
-// Adjacent accesses become one.
+// Adjacent accesses of one line of the kernel become one.
 inline void record(Core& c, const void* address, int64_t bytes, Access::Kind kind) {
     if (bytes == 0) return;
     const uintptr_t begin = reinterpret_cast<uintptr_t>(address), end = begin + static_cast<uintptr_t>(bytes);
     // Loops alternate between a few arrays.
     for (size_t i = c.accesses.size(), last = i > 4 ? i - 4 : 0; i > last; i--) {
         Access& before = c.accesses[i - 1];
-        if (before.kind == kind && before.begin <= end && begin <= before.end) {
+        const bool same = before.kind == kind && before.line == c.place.line() && before.operation == c.operation;
+        if (same && before.begin <= end && begin <= before.end) {
             before.begin = std::min(before.begin, begin);
             before.end = std::max(before.end, end);
             return;
@@ -38,7 +40,7 @@ inline void append_merged(const Core& c, Access::Kind kind, std::vector<OwnedAcc
     std::sort(chosen.begin(), chosen.end(), [](const Access& a, const Access& b) { return a.begin < b.begin; });
     const size_t first = to.size();
     for (const Access& access : chosen) {
-        if (to.size() > first && access.begin <= to.back().access.end) {
+        if (to.size() > first && access.begin < to.back().access.end) {
             to.back().access.end = std::max(to.back().access.end, access.end);
         } else {
             to.push_back({access, c.index});
@@ -101,6 +103,13 @@ inline void check_races(std::vector<Core>& cores) {
         append_merged(c, Access::Kind::Atomic, atomics);
     }
     for (Core& c : cores) c.accesses.clear();
+    for (const auto* changes : {&writes, &atomics}) {
+        for (const OwnedAccess& x : *changes) {
+            for (Core& c : cores) {
+                if (c.index != x.core) c.cache->passed_by(x.access.begin, x.access.end, true);
+            }
+        }
+    }
     all = reads;
     all.insert(all.end(), atomics.begin(), atomics.end());
     compare(writes, all, true);
