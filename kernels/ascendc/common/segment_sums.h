@@ -13,17 +13,16 @@
 
 namespace turbogr::ascend {
 
-// Starts that global memory lists: rows first ... first + rows of a longer list.
+// Starts that global memory lists; row 0's is one of a longer list.
 class ListedStarts {
   public:
     __aicore__ inline void init(AscendC::TPipe* pipe, GM_ADDR starts, int64_t count, int64_t capacity) {
         all_.SetGlobalBuffer(reinterpret_cast<__gm__ int64_t*>(starts), static_cast<uint64_t>(count));
         numbers_.init(pipe, capacity);
     }
-    __aicore__ inline void open(int64_t first, int64_t rows) {
-        first_ = first;
-        numbers_.open(all_, first + rows + 1);
-    }
+    __aicore__ inline void open(int64_t first) { first_ = first; }
+    // `next` will be asked for no row behind this one.
+    __aicore__ inline void until(int64_t row) { numbers_.open(all_, first_ + row + 1); }
     // Anywhere, and row after row.
     __aicore__ inline int64_t at(int64_t row) const { return all_.GetValue(static_cast<uint64_t>(first_ + row)); }
     __aicore__ inline int64_t next(int64_t row) { return numbers_.at(first_ + row); }
@@ -38,6 +37,7 @@ class ListedStarts {
 struct EqualStarts {
     int64_t count;
 
+    __aicore__ inline void until(int64_t) const {}
     __aicore__ inline int64_t at(int64_t row) const { return row * count; }
     __aicore__ inline int64_t next(int64_t row) const { return row * count; }
 };
@@ -79,6 +79,7 @@ class SegmentSums {
         if (part_.empty) return;
         index_.open(s.index, part_.last);
         if constexpr (WEIGHTED) weights_.open(s.weights, part_.last);
+        starts.until(smaller(part_.last_row + 1, s.rows));
         row_ = tile_ = part_.first_row;
         row_end_ = starts.next(row_ + 1);
         clear();
