@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from tests.models.make import random_batch
 from turbogr.errors import ConfigurationError
 from turbogr.losses import RetrievalLoss, SampledSoftmax
+from turbogr.models import apart_products
 from turbogr.models.backbone import Backbone
 from turbogr.models.negatives import SharedLogits, lenders
 from turbogr.models.retriever import GenerativeRetriever
@@ -128,8 +129,7 @@ SHARING = [
 
 @pytest.mark.parametrize("how", APART)
 @pytest.mark.parametrize("sharing", SHARING, ids=str)
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("mask_history", [False, True])
+@pytest.mark.parametrize(("corrected", "mask_history"), [(False, False), (True, True)])
 def test_loss_and_gradients_are_the_formulas(how, sharing, corrected, mask_history):
     batch = random_batch(LENGTHS, NUM_ITEMS, negatives=6)
     assert (batch.negatives == batch.targets[:, None]).any()
@@ -220,11 +220,16 @@ def test_segments_are_never_larger(monkeypatch):
     batch = random_batch([9, 9, 9], 2000, negatives=6)
     shapes = []
 
-    def noted(output, rows, index, **options):
-        shapes.append((len(output), len(rows)))
-        return real_negative_logits(output, rows, index, **options)
+    def noted(real):
+        def function(*arguments, **options):
+            *_, output, rows, _ = arguments
+            shapes.append((len(output), len(rows)))
+            return real(*arguments, **options)
 
-    monkeypatch.setattr("turbogr.models.apart_products.negative_logits", noted)
+        return function
+
+    for name in ("negative_logits", "negative_logits_gradients"):
+        monkeypatch.setattr(apart_products, name, noted(getattr(apart_products, name)))
     model = GenerativeRetriever(2000, Shift(), loss=SampledSoftmax(), top_k=(5,), seed=1)
     model.embeddings.apart[NEGATIVES], model.negatives.segment = Apart(on_host=True), 4
     model.training_step(batch, 0).backward()

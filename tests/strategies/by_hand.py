@@ -95,7 +95,7 @@ def train(
             if seed is not None:
                 seed(epoch, k)
             request = table.request(model.sparse_features(batch), trains=True)
-            lookup = rows.lookup = Lookup.of(request, table.weight.detach()[request.ids], table.apart, trains=True)
+            lookup = rows.lookup = Lookup.of(request, reader(table.weight.detach()[request.ids]), table.apart, trains=True)
             if k % accumulate == 0:
                 optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -119,6 +119,11 @@ def train(
             waiting.pop(0).apply(table)
     table.engine = None
     return {"tensors": tensors(model, optimizer), "metrics": metrics}
+
+
+def reader(rows: torch.Tensor) -> Callable[[torch.Tensor | None], torch.Tensor]:
+    """What a look-up reads its rows with."""
+    return lambda places: rows if places is None else rows[places]
 
 
 def tensors(model: pl.LightningModule, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -17,11 +17,14 @@ from torch import Tensor
 
 from turbogr.ops.backend import Backend
 from turbogr.ops.copies import on_host
-from turbogr.ops.negative_logits import negative_logits
-from turbogr.ops.normalise import normalised
+from turbogr.ops.negative_logits import negative_logits, negative_logits_gradients
+from turbogr.ops.normalise import EPS
 from turbogr.ops.unique import unique_ids
 from turbogr.sparse.apart import ApartRows
 from turbogr.sparse.lane import Ticket, copy_lane
+
+ROWS_AT_ONCE = 4096
+"""Whose gradients go through normalisation together: what that needs besides stays in the cache."""
 
 
 def apart_products(
@@ -59,8 +62,8 @@ class _ApartProducts(torch.autograd.Function):
         ctx.save_for_backward(output, index)
         ctx.rows, ctx.segment, ctx.lent, ctx.backend = rows, segment, lent, backend
         products = output.new_empty(index.shape)
-        for part, fetched, place, _ in _segments(rows, index, segment, output.device, backend):
-            products[part] = negative_logits(output[part], normalised(fetched, backend=backend), place, backend=backend)
+        for part, values, place, _ in _segments(rows, index, segment, output.device, backend):
+            products[part] = negative_logits(output[part], values, place, factors=_factors(values), backend=backend)
         return products
 
     @staticmethod
@@ -68,27 +71,41 @@ class _ApartProducts(torch.autograd.Function):
         output, index = ctx.saved_tensors
         columns = index.shape[1] - ctx.lent
         grad_output = torch.empty_like(output)
-        for part, fetched, place, distinct in _segments(ctx.rows, index, ctx.segment, output.device, ctx.backend):
-            with torch.enable_grad():
-                tokens, values = output[part].detach().requires_grad_(), fetched.requires_grad_()
-                vectors = normalised(values, backend=ctx.backend)
-                own = negative_logits(tokens, vectors, place[:, :columns], backend=ctx.backend)
-            grad_output[part], of_rows = torch.autograd.grad(own, (tokens, values), gradient[part, :columns])
+        for part, values, place, distinct in _segments(ctx.rows, index, ctx.segment, output.device, ctx.backend):
+            factors = _factors(values)
+            options = {"factors": factors, "backend": ctx.backend}
+            own, lent = gradient[part].split([columns, ctx.lent], 1)
+            grad_output[part], of_vectors = negative_logits_gradients(own, output[part], values, place[:, :columns], **options)
             if ctx.lent:
-                with torch.enable_grad():
-                    lent = negative_logits(tokens, vectors.detach(), place[:, columns:], backend=ctx.backend)
-                grad_output[part] += torch.autograd.grad(lent, tokens, gradient[part, columns:])[0]
-            ctx.rows.add_gradient(of_rows, distinct)
+                grad_output[part] += negative_logits_gradients(lent, output[part], values, place[:, columns:], **options)[0]
+            ctx.rows.add_gradient(_through_normalisation(of_vectors, values, factors), distinct)
         return grad_output, None, None, None, None, None, None
+
+
+def _factors(values: Tensor) -> Tensor:
+    """float32 [n]: what normalises rows [n, D]; so no normalised copy of them is made."""
+    return torch.linalg.vector_norm(values, dim=1, dtype=torch.float32).clamp_(min=EPS).reciprocal_()
+
+
+def _through_normalisation(gradient: Tensor, values: Tensor, factors: Tensor) -> Tensor:
+    """Derivatives by rows, of those by the normalised rows, float32 [n, D], which are overwritten."""
+    for first in range(0, len(values), ROWS_AT_ONCE):
+        part = slice(first, first + ROWS_AT_ONCE)
+        factor, g = factors[part, None], gradient[part]
+        vectors = values[part].float().mul_(factor)
+        # A row that is shorter than eps is divided by a constant: nothing of its gradient is taken away.
+        share = (g * vectors).sum(1, keepdim=True).masked_fill_(factor >= 1 / EPS, 0)
+        g.addcmul_(vectors, share, value=-1).mul_(factor)
+    return gradient
 
 
 def _segments(
     rows: ApartRows, index: Tensor, segment: int | None, device: torch.device, backend: Backend
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
-    """Tokens; their distinct rows, float32 [n, D], on the device; where samples stand in these; which they are (None: all)."""
+    """Tokens; their distinct rows, [n, D], on the device; where samples stand in these; which they are (None: all)."""
     tokens = len(index)
     if segment is None:
-        yield slice(0, tokens), rows.values.to(device, torch.float32), index, None
+        yield slice(0, tokens), rows.values.to(device), index, None
         return
     lane, places = copy_lane(device), on_host(index) if rows.values.device.type == "cpu" else index
 
@@ -104,7 +121,7 @@ def _segments(
         part, arriving, distinct = ahead
         ahead = fetch(part.stop) if part.stop < tokens else None
         values, place = arriving.wait()
-        yield part, values.float(), place, distinct
+        yield part, values, place, distinct
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from turbogr.ops import embedding_native
 from turbogr.ops.backend import Backend, check_backend, kernel_for
+from turbogr.ops.copies import to_device
 from turbogr.ops.embedding_lookup import check_range, check_tables, edges_of, outside, segment_sums
 from turbogr.ops.embedding_native import KERNEL
 from turbogr.ops.jagged import check_devices
@@ -65,6 +66,10 @@ class RowRule:
         return [(num_rows, width) for width in widths]
 
 
+PART = 1 << 16
+"""Rows whose gradient is brought from the host to a device at once."""
+
+
 def row_update(
     rule: RowRule, weight: Tensor, state: Sequence[Tensor], rows: Tensor, gradient: Tensor, *, backend: Backend = "auto"
 ) -> None:
@@ -77,7 +82,8 @@ def row_update(
             second moment, float [V, D], and the number of this step, int64 [], which the caller counts. Changed in place, but
             for the number.
         rows: int64 or int32 [U], distinct: rows named twice get some mixture.
-        gradient: float [U, D], summed over the rows' occurrences.
+        gradient: float [U, D], summed over the rows' occurrences. It may lie on the host where the table lies on a device: it
+            is then brought there in parts, for which `rows` are not checked as a whole.
         backend: see `turbogr.ops.backend.Backend`.
 
     Raises:
@@ -87,6 +93,10 @@ def row_update(
         MissingDependencyError: if `backend` is `cpp` and the kernel cannot be compiled or loaded.
     """
     check_backend(OPERATOR, backend)
+    if gradient.device.type == "cpu" and weight.device.type != "cpu":
+        for some, part in zip(rows.split(PART), gradient.split(PART), strict=True):
+            row_update(rule, weight, state, some.to(weight.device), to_device(part, weight.device), backend=backend)
+        return
     _check(OPERATOR, rule, [weight], [state], rows, gradient, None)
     if backend == "reference":
         _take_reference(rule, weight, state, rows, gradient)

@@ -14,7 +14,7 @@ float32 with `add_gradient`; `anchor` is what ties that computation to the loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from turbogr.errors import ConfigurationError
 from turbogr.ops.copies import to_device
+
+PART = 1 << 16
+"""Rows that are on a device at once on their way to the host."""
 
 
 class Apart(NamedTuple):
@@ -66,16 +69,17 @@ class ApartRows:
         ids: int64 [N], distinct rows of the table's row space, ascending, on the device that trains.
         values: float [N, D].
         index: int64 in the shape of the feature's ids: where in `values` each of them stands.
-        places: int64 [N], where in the batch's U distinct rows each of them stands.
+        places: int64 [N], where in the batch's U distinct rows each of them stands; beside `values`.
+        num_rows: U.
         anchor: float32 [0], a leaf: what is computed from `values` hangs on it.
         gradient: float32 [U, D], beside `values`: of the batch's distinct rows, so far; None before the first.
     """
 
     def __init__(self, ids: Tensor, values: Tensor, index: Tensor, places: Tensor, num_rows: int, trains: bool) -> None:
-        self.ids, self.values, self.index, self.places = ids, values, index, places
+        self.ids, self.values, self.index, self.places = ids, values, index, places.to(values.device)
         self.anchor = torch.empty(0, dtype=torch.float32, requires_grad=trains)
         self.gradient: Tensor | None = None
-        self._num_rows = num_rows
+        self.num_rows = num_rows
 
     def add_gradient(self, gradient: Tensor, rows: Tensor | None = None) -> None:
         """Adds a gradient.
@@ -87,7 +91,7 @@ class ApartRows:
         places = self.places if rows is None else self.places[rows]
         gradient = gradient.to(self.values.device, torch.float32)
         if self.gradient is None:
-            self.gradient = torch.zeros(self._num_rows, gradient.shape[1], device=gradient.device)
+            self.gradient = torch.zeros(self.num_rows, gradient.shape[1], device=gradient.device)
             self.gradient[places] = gradient
         else:
             self.gradient.index_add_(0, places, gradient)
@@ -115,23 +119,28 @@ def renumbered(index: Tensor, places: Tensor, num_rows: int) -> Tensor:
     return numbers[index]
 
 
-def kept(rows: Tensor, apart: Apart) -> Tensor:
-    """Rows as the feature keeps them; without gradients.
+def kept(read: Callable[[Tensor], Tensor], places: Tensor, apart: Apart) -> Tensor:
+    """float [N, D], rows as the feature keeps them; without gradients.
 
     Args:
-        rows: float [N, D].
+        read: gives the rows at some of a batch's U distinct ones, float [n, D] in a new tensor.
+        places: int64 [N], which of them.
         apart: how.
     """
-    rows = rows.detach().to(apart.dtype)
-    if not apart.on_host or rows.device.type == "cpu":
-        return rows
-    # Into pinned memory, so that segments are fetched without waiting. The caller reads them on the host in the same step.
-    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-    return host.copy_(rows)
+    if not apart.on_host or places.device.type == "cpu":
+        return read(places).to(apart.dtype)
+    # Into pinned memory, so that segments are fetched without waiting, and by parts: all of them may not fit on the device.
+    parts = places.split(PART)
+    first = read(parts[0]).to(apart.dtype)
+    host = torch.empty(len(places), first.shape[1], dtype=apart.dtype, pin_memory=True)
+    host[: len(first)] = first
+    for number, part in enumerate(parts[1:], 1):
+        host[number * PART : number * PART + len(part)] = read(part).to(apart.dtype)
+    return host
 
 
 def whole_gradient(leaf: Tensor, places: Tensor, apart: Mapping[str, ApartRows]) -> Tensor:
-    """float32 [U, D], on the leaf's device: the gradient of a batch's distinct rows, of the leaf and of what is kept apart.
+    """float32 [U, D], the gradient of a batch's distinct rows, of the leaf and of what is kept apart; on the host, if that is.
 
     Args:
         leaf: float [U_main, D], with its gradient.
@@ -139,12 +148,14 @@ def whole_gradient(leaf: Tensor, places: Tensor, apart: Mapping[str, ApartRows])
         apart: by feature.
     """
     parts = [rows.gradient for rows in apart.values() if rows.gradient is not None]
-    num_rows = next(iter(apart.values()))._num_rows
-    gradient = to_device(parts[0], leaf.device) if parts else leaf.new_zeros(num_rows, leaf.shape[1])
-    for part in parts[1:]:
-        gradient += to_device(part, leaf.device)
+    if not parts:
+        gradient = leaf.new_zeros(next(iter(apart.values())).num_rows, leaf.shape[1])
+    else:
+        gradient = parts[0]
+        for part in parts[1:]:
+            gradient += part.to(gradient.device)
     if leaf.grad is not None:
-        gradient.index_add_(0, places, leaf.grad)
+        gradient.index_add_(0, places.to(gradient.device), leaf.grad.to(gradient.device))
     return gradient
 
 

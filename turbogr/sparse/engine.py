@@ -233,8 +233,12 @@ class SparseEngine:
 
     def finish_rows(self, batch: SparseBatch) -> None:
         """Waits for the rows; `batch.lookup` is there afterwards."""
-        rows = self._rows(batch)
-        batch.lookup = Lookup.of(batch.on_device.wait(), rows, self.table.apart, True, self.table.backend)
+        rows, request = self._rows(batch), batch.on_device.wait()
+
+        def read(places: Tensor | None) -> Tensor:
+            return rows if places is None else rows[places]
+
+        batch.lookup = Lookup.of(request, read, self.table.apart, True, self.table.backend)
 
     def backward(self, batch: SparseBatch) -> None:
         """Begins to send the gradient of the batch's leaf to the owners, zeros where none has arrived; returns at once.
@@ -249,6 +253,7 @@ class SparseEngine:
         gradient = lookup.gradient()
         if gradient is None:
             gradient = lookup.rows.new_zeros(len(lookup.ids), lookup.rows.shape[1])
+        gradient = to_device(gradient, lookup.rows.device)
         received = gradient
         if inverse is not None:
             gradient = batch.route.to_travel(gradient)

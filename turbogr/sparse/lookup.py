@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -102,28 +102,35 @@ class Lookup:
 
     @classmethod
     def of(
-        cls, request: RowRequest, rows: Tensor, apart: Mapping[str, Apart], trains: bool, backend: Backend = "auto"
+        cls,
+        request: RowRequest,
+        read: Callable[[Tensor | None], Tensor],
+        apart: Mapping[str, Apart],
+        trains: bool,
+        backend: Backend = "auto",
     ) -> Lookup:
         """The look-up of a request whose index lies where its rows do.
 
         Args:
-            request: what was looked up.
-            rows: float [U, D], the rows of `request.ids`; not used by the caller afterwards.
+            request: what is looked up.
+            read: gives the rows at some of `request.ids`, int64 [n] places, or at all (None): float [n, D] in a new tensor.
             apart: how features are kept apart; `EmbeddingTable.apart`.
             trains: whether gradients are wanted.
             backend: of the look-ups.
         """
         places = request.places
         if places is None:
-            return cls(request, rows.requires_grad_(trains), request.index, None, backend)
+            return cls(request, read(None).requires_grad_(trains), request.index, None, backend)
         parts = {
-            name: ApartRows(places.ids[name], kept(rows[where], apart[name]), request.index[name], where, len(rows), trains)
+            name: ApartRows(
+                places.ids[name], kept(read, where, apart[name]), request.index[name], where, len(request.ids), trains
+            )
             for name, where in places.apart.items()
         }
-        return cls(request, rows[places.main].requires_grad_(trains), request.index, parts, backend)
+        return cls(request, read(places.main).requires_grad_(trains), request.index, parts, backend)
 
     def gradient(self) -> Tensor | None:
-        """float [U, D], of `ids`; None if none has arrived."""
+        """float [U, D], of `ids`; None if none has arrived. On the host, if a feature's rows are kept there."""
         if self.places is None:
             return self.rows.grad
         if self.rows.grad is None and all(part.gradient is None for part in self.apart.values()):
@@ -137,7 +144,7 @@ class Lookup:
             return rows
         whole = rows.new_empty(len(self.ids), rows.shape[1])
         for part in self.apart.values():
-            whole[part.places] = part.values.to(rows.device, rows.dtype)
+            whole[part.places.to(rows.device)] = part.values.to(rows.device, rows.dtype)
         whole[self.places.main] = rows
         return whole
 

@@ -225,8 +225,12 @@ class EmbeddingTable(nn.Module):
         request = self.request(features, trains)
         if self.engine is not None:
             return Lookup(request, self.engine.fetch(request), request.index, None, self.backend)
-        rows = jagged_embedding_lookup([self.weight.detach()], request.ids, backend=self.backend)
-        lookup = Lookup.of(request, rows, self.apart, trains, self.backend)
+
+        def read(places: Tensor | None) -> Tensor:
+            ids = request.ids if places is None else request.ids[places]
+            return jagged_embedding_lookup([self.weight.detach()], ids, backend=self.backend)
+
+        lookup = Lookup.of(request, read, self.apart, trains, self.backend)
         if trains:
             self._pending.append(lookup)
         return lookup
@@ -251,7 +255,7 @@ class EmbeddingTable(nn.Module):
             clip_norm: largest norm of the gradient of all rows of all tables together; None lets it be.
         """
         gradients = [(look.ids, look.gradient()) for look in self._pending]
-        pending = [(ids, gradient) for ids, gradient in gradients if gradient is not None]
+        pending = [(ids.to(gradient.device), gradient) for ids, gradient in gradients if gradient is not None]
         self._pending.clear()
         if not pending:
             return
