@@ -132,7 +132,7 @@ def kept(read: Callable[[Tensor], Tensor], places: Tensor, apart: Apart) -> Tens
     # Into pinned memory, so that segments are fetched without waiting, and by parts: all of them may not fit on the device.
     parts = places.split(PART)
     first = read(parts[0]).to(apart.dtype)
-    host = torch.empty(len(places), first.shape[1], dtype=apart.dtype, pin_memory=True)
+    host = torch.empty(len(places), first.shape[1], dtype=apart.dtype).pin_memory()
     host[: len(first)] = first
     for number, part in enumerate(parts[1:], 1):
         host[number * PART : number * PART + len(part)] = read(part).to(apart.dtype)
