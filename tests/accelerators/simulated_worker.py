@@ -18,6 +18,9 @@ from torch import distributed
 from tests.accelerators import simulated
 from tests.distributed.launch import report_checks
 from tests.distributed.strategy_cases import QUIET, ROWS, Batches, Toy, adam
+from turbogr.callbacks.logit_sharing import LogitSharing
+from turbogr.callbacks.negative_offload import NegativeOffload
+from turbogr.callbacks.negative_quantization import NegativeQuantization
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
 from turbogr.models.fuxi import FuXi
@@ -130,6 +133,20 @@ def retriever(folder: Path, kind: str = "HSTU", combine: str = "concat", compare
     return result
 
 
+def negatives(folder: Path, **options: Any) -> Any:
+    """Negatives in half precision on the host, shared; without features of items, whose rows cannot be kept apart."""
+    simulated.notes.clear()
+    models = []
+    for accelerator in (simulated.NAME, "cpu"):
+        data = SequenceDataModule(folder, batch_size=8, max_length=20, num_negatives=6, num_workers=0, seed=1, features=["tab"])
+        models.append(model_of(data, "HSTU", "sum"))
+        callbacks = [NegativeOffload(segment=30, mode="offload"), NegativeQuantization(), LogitSharing()]
+        steps = run(accelerator, models[-1], data, callbacks, **options)
+        if accelerator == simulated.NAME:
+            result = found(steps)
+    return {**result, "difference": difference(*models)}
+
+
 def toy(**options: Any) -> Any:
     """A module of one's own, whose loader pins nothing."""
     simulated.notes.clear()
@@ -193,6 +210,7 @@ def main() -> None:
                 of, combine="sum", accumulate_grad_batches=2, gradient_clip_val=0.1, sparse_clip_norm=0.1
             ),
             "toy": toy,
+            "negatives": functools.partial(negatives, folder),
             "reading": functools.partial(of, callbacks=[Reading()], **some),
             "unpinned": functools.partial(controlled, transfer, "pin_memory", toy),
             "no waiting for copies": functools.partial(

@@ -64,6 +64,16 @@ def test_no_step_waits_on_two_ranks(two, name):
         assert_nobody_waits(found)
 
 
+def test_negatives_on_the_host_are_waited_for_where_the_host_needs_them_and_nowhere_else(one):
+    (found,) = one["negatives"]
+    assert found["race"] == found["reuse"] == []
+    assert found["difference"] < 1e-5
+    # Rows on their way to the host and gradients on their way back; and the places of what sharing has put together.
+    allowed = ("kept <", "add_gradient <", "whole_gradient <", "on_host < turbogr/models/apart_products.py")
+    assert all(any(name in entry for name in allowed) for entry in found["wait"])
+    assert any("apart_products.py" in entry and "_sent" in entry for entry in found["copy"]), "segments come without waiting"
+
+
 def test_batches_and_indices_are_copied_in_streams_of_their_own(one):
     (found,) = one["HSTU, semi_async"]
     assert len(found["streams"]) == 3  # the third is that of the computation: rows of a look-up, and of an update

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from turbogr.errors import ConfigurationError
-from turbogr.ops.copies import to_device
+from turbogr.ops.copies import note_host_copy, on_host, to_device
 
 PART = 1 << 16
 """Rows that are on a device at once on their way to the host."""
@@ -55,9 +55,9 @@ class Places:
         self.main, self.main_sizes, self.apart, self.ids = main, main_sizes, apart, ids
 
     def to(self, device: torch.device) -> Places:
-        """The same places on a device, copied in the current stream."""
-        moved = ({name: to_device(x, device) for name, x in part.items()} for part in (self.apart, self.ids))
-        return Places(to_device(self.main, device), self.main_sizes, *moved)
+        """The same places on a device, copied in the current stream; the host still knows them."""
+        moved = ({name: _moved(x, device) for name, x in part.items()} for part in (self.apart, self.ids))
+        return Places(_moved(self.main, device), self.main_sizes, *moved)
 
 
 class ApartRows:
@@ -76,7 +76,7 @@ class ApartRows:
     """
 
     def __init__(self, ids: Tensor, values: Tensor, index: Tensor, places: Tensor, num_rows: int, trains: bool) -> None:
-        self.ids, self.values, self.index, self.places = ids, values, index, places.to(values.device)
+        self.ids, self.values, self.index, self.places = ids, values, index, _beside(values, places)
         self.anchor = torch.empty(0, dtype=torch.float32, requires_grad=trains)
         self.gradient: Tensor | None = None
         self.num_rows = num_rows
@@ -155,7 +155,7 @@ def whole_gradient(leaf: Tensor, places: Tensor, apart: Mapping[str, ApartRows])
         for part in parts[1:]:
             gradient += part.to(gradient.device)
     if leaf.grad is not None:
-        gradient.index_add_(0, places.to(gradient.device), leaf.grad.to(gradient.device))
+        gradient.index_add_(0, _beside(gradient, places), leaf.grad.to(gradient.device))
     return gradient
 
 
@@ -166,6 +166,16 @@ def refuse_item_features(feature: str, apart: Mapping[str, Apart]) -> None:
         "NegativeOffload (or choose its mode fused) and NegativeQuantization, or train without features of items "
         "(data.features)"
     )
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    moved = to_device(tensor, device)
+    note_host_copy(moved, tensor)
+    return moved
+
+
+def _beside(rows: Tensor, places: Tensor) -> Tensor:
+    return on_host(places) if rows.device.type == "cpu" else places
 
 
 def _marked(ids: Tensor, indices: list[Tensor]) -> Tensor:
