@@ -8,12 +8,12 @@
 #include "jagged_hstu_attention/op_kernel/jagged_hstu_attention_backward.cpp"
 
 extern "C" void hstu_attention_backward(
-    const driver::Problem* problem, void* gradient, void* grad_q, void* grad_k, void* grad_v, float* grad_position, float* grad_time,
-    host::Outcome* outcome
+    const driver::Problem* problem, void* gradient, void* grad_q, void* grad_k, void* grad_v, float* grad_position,
+    float* grad_time, host::Outcome* outcome
 ) {
     host::report(outcome, [&] {
         const driver::Problem& p = *problem;
-        driver::Inputs in(p, true);
+        const driver::Inputs in(p, true);
         const int64_t rows = p.tokens * p.heads * p.bytes();
         const auto given = host::global(gradient, rows * p.v_width);
         const auto q = host::unwritten(grad_q, rows * p.qk_width), k = host::unwritten(grad_k, rows * p.qk_width),
@@ -22,11 +22,11 @@ extern "C" void hstu_attention_backward(
         const host::Workspace workspace(turbogr::ascend::hstu_workspace_bytes(in.tiling, p.bytes(), true));
         const auto run = [&](auto kernel) {
             return host::launch(p.cores, [&] {
-                kernel(driver::address(gradient), driver::address(p.q), driver::address(p.k), driver::address(p.v), in.plan_address(),
-                       driver::address(p.position_bias), driver::address(p.time_bias), driver::address(p.query_times),
-                       driver::address(p.key_times), in.edges_address(), driver::address(grad_q), driver::address(grad_k),
+                kernel(driver::address(gradient), driver::address(p.q), driver::address(p.k), driver::address(p.v),
+                       in.plan.address(), driver::address(p.position_bias), driver::address(p.time_bias), driver::address(p.query_times),
+                       driver::address(p.key_times), in.edges.address(), driver::address(grad_q), driver::address(grad_k),
                        driver::address(grad_v), driver::address(grad_position), driver::address(grad_time), workspace.data(),
-                       in.tiling_address());
+                       in.tiling_bytes.address());
             }, {p.seed});
         };
         const host::Counters counters = p.dtype == driver::FLOAT  ? run(jagged_hstu_attention_backward_float)

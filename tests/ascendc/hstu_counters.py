@@ -1,7 +1,8 @@
 """What the kernels of HSTU attention move and calculate, against the naive formulation: the table of their README.
 
 `python -m tests.ascendc.hstu_counters` prints it; `test_hstu_counters.py` compares. The kernels' numbers are counted by the
-stand-in, the naive ones follow from shapes: q, k, v (and the output's gradient) are padded to [B, S, H, d], results gathered back; the bias is written as float32 [B, S, S] and read by each head; products cover all S x S pairs, their results and factors go
+stand-in, the naive ones follow from shapes: q, k, v (and the output's gradient) are padded to [B, S, H, d], results gathered;
+the bias is written as float32 [B, S, S] and read by each head; products cover all S x S pairs, and their results and factors go
 through global memory once; the tables' gradients are summed by one scalar read-modify-write per causal pair and table.
 """
 

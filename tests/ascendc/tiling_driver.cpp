@@ -36,7 +36,8 @@ int64_t core_pairs(int64_t by_keys, const int64_t* offsets, int64_t sequences, i
     int64_t most = 0;
     for (const auto& blocks : assigned.blocks)
         for (const RowBlock& x : blocks)
-            most = std::max(most, causal_pairs(kind_of(by_keys), x.length, x.first, std::min<int64_t>(x.first + BLOCK_ROWS, x.length)));
+            most = std::max(
+                most, causal_pairs(kind_of(by_keys), x.length, x.first, std::min<int64_t>(x.first + BLOCK_ROWS, x.length)));
     return most;
 }
 
@@ -68,8 +69,8 @@ void thresholds(int64_t count, double unit, double divisor, int64_t* to) {
     std::copy(smallest.begin(), smallest.end(), to);
 }
 
-// numbers: HstuShapes. facts: strip rows, local bytes forward and backward, workspace bytes forward and backward, whether the cube's
-// shapes fit, whether all parts of the workspace are aligned. Returns the error, or null.
+// numbers: HstuShapes. facts: strip rows, local bytes forward and backward, workspace bytes forward and backward, whether the
+// cube's shapes fit, whether all parts of the workspace are aligned. Returns the error, or null.
 const char* hstu_facts(const int64_t* numbers, double unit, double divisor, int64_t* facts) {
     const HstuShapes s = shapes_of(numbers);
     HstuTiling t;
@@ -78,12 +79,20 @@ const char* hstu_facts(const int64_t* numbers, double unit, double divisor, int6
     bool aligned = true;
     for (const bool backward : {false, true}) {
         const HstuWorkspace w = hstu_workspace(t, s.element_bytes, backward);
-        for (const int64_t part : {w.scores, w.value_grads, w.weights, w.score_grads, w.sums, w.second_sums, w.distances, w.buckets, w.bytes})
+        for (const int64_t part : {w.scores, w.value_grads, w.weights, w.score_grads, w.sums, w.second_sums, w.distances, w.buckets,
+                                   w.bytes})
             aligned = aligned && part % GLOBAL_BYTES == 0 && part <= w.bytes;
     }
-    const bool fits = cube_shape_fits(t.pairs, s.element_bytes, HSTU_OBJECTS) && cube_shape_fits(t.sums, s.element_bytes, HSTU_OBJECTS);
-    const int64_t all[] = {t.strip_rows, hstu_local_bytes(s, t.strip_rows, false), hstu_local_bytes(s, t.strip_rows, true),
-                           hstu_workspace_bytes(t, s.element_bytes, false), hstu_workspace_bytes(t, s.element_bytes, true), fits, aligned};
+    const bool fits =
+        cube_shape_fits(t.pairs, s.element_bytes, HSTU_OBJECTS) && cube_shape_fits(t.sums, s.element_bytes, HSTU_OBJECTS);
+    const int64_t all[] = {
+        t.strip_rows,
+        hstu_local_bytes(s, t.strip_rows, false),
+        hstu_local_bytes(s, t.strip_rows, true),
+        hstu_workspace_bytes(t, s.element_bytes, false),
+        hstu_workspace_bytes(t, s.element_bytes, true),
+        fits,
+        aligned};
     std::copy(std::begin(all), std::end(all), facts);
     return nullptr;
 }

@@ -21,7 +21,7 @@ struct Heads {
     }
     // From a token's row on.
     __aicore__ inline Matrix<T> at(int64_t token, int64_t h) const {
-        return {data[static_cast<uint64_t>(token * row + h * width)], row};
+        return {data[token * row + h * width], row};
     }
 };
 

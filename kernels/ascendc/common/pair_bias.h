@@ -15,7 +15,7 @@ namespace turbogr::ascend {
 // Zeros where the key is behind the query, rows first ... first + rows of a square on the diagonal.
 __aicore__ inline void clear_future(const AscendC::LocalTensor<float>& strip, int64_t first, int64_t rows) {
     for (int64_t r = first == 0 ? 1 : 0; r < rows; r++) {
-        AscendC::Duplicate(strip[static_cast<uint32_t>(r * TILE)], 0.0f, static_cast<int32_t>(first + r));
+        AscendC::Duplicate(strip[r * TILE], 0.0f, static_cast<int32_t>(first + r));
     }
 }
 
@@ -70,16 +70,16 @@ class PairBias {
             const int64_t rows = smaller(strip_rows_, square.keys - first);
             if (time_) look_up(first, rows);
             for (int64_t r = first; position_ && r < first + rows; r++) {
-                const auto to = bias_[static_cast<uint32_t>(r * TILE)];
-                if (time_) AscendC::Add(to, to, rows_.row(r), static_cast<int32_t>(TILE));
-                else AscendC::Adds(to, rows_.row(r), 0.0f, static_cast<int32_t>(TILE));
+                const auto to = bias_[r * TILE];
+                if (time_) AscendC::Add(to, to, rows_.row(r), TILE);
+                else AscendC::Adds(to, rows_.row(r), 0.0f, TILE);
             }
         }
     }
 
     // From row r on, TILE columns each.
-    __aicore__ inline AscendC::LocalTensor<float> bias(int64_t r) const { return bias_[static_cast<uint32_t>(r * TILE)]; }
-    __aicore__ inline AscendC::LocalTensor<float> offsets(int64_t r) const { return offsets_[static_cast<uint32_t>(r * TILE)]; }
+    __aicore__ inline AscendC::LocalTensor<float> bias(int64_t r) const { return bias_[r * TILE]; }
+    __aicore__ inline AscendC::LocalTensor<float> offsets(int64_t r) const { return offsets_[r * TILE]; }
 
   private:
     __aicore__ inline void look_up(int64_t first, int64_t rows) {

@@ -43,14 +43,14 @@ class PositionRows {
             const AscendC::DataCopyExtParams shape{1, static_cast<uint32_t>((end - begin) * 4), 0, 0, 0};
             const AscendC::DataCopyPadExtParams<float> padding{true, static_cast<uint8_t>(left), static_cast<uint8_t>(right), 0.0f};
             AscendC::DataCopyPad(
-                pieces_[static_cast<uint32_t>(copy * PIECE_STRIDE + begin - left)], table_[static_cast<uint64_t>(lowest + begin)], shape,
+                pieces_[copy * PIECE_STRIDE + begin - left], table_[lowest + begin], shape,
                 padding);
         }
         fence<AscendC::HardEvent::MTE2_V>(pipe_);
     }
 
     // The entries of a row's TILE columns.
-    __aicore__ inline AscendC::LocalTensor<float> row(int64_t r) const { return pieces_[static_cast<uint32_t>(piece_of_row(r))]; }
+    __aicore__ inline AscendC::LocalTensor<float> row(int64_t r) const { return pieces_[piece_of_row(r)]; }
 
   private:
     AscendC::TPipe* pipe_;
@@ -73,7 +73,7 @@ class DistanceSums {
         queue_.EnQue(zeros);
         zeros = queue_.DeQue<float>();
         for (int64_t first = 0; first < count_; first += most) {
-            store_rows(sums_[static_cast<uint64_t>(first)], most, zeros, most, 1, smaller(most, count_ - first));
+            store_rows(sums_[first], most, zeros, most, 1, smaller(most, count_ - first));
         }
         queue_.FreeTensor(zeros);
         AscendC::PipeBarrier<PIPE_MTE3>();
@@ -84,15 +84,15 @@ class DistanceSums {
         AscendC::LocalTensor<float> pieces = queue_.AllocTensor<float>();
         AscendC::Duplicate(pieces, 0.0f, static_cast<int32_t>(COPIES * PIECE_STRIDE));
         for (int64_t r = 0; r < rows; r++) {
-            const AscendC::LocalTensor<float> to = pieces[static_cast<uint32_t>(piece_of_row(r))];
-            AscendC::Add(to, to, tile[static_cast<uint32_t>(r * TILE)], static_cast<int32_t>(TILE));
+            const AscendC::LocalTensor<float> to = pieces[piece_of_row(r)];
+            AscendC::Add(to, to, tile[r * TILE], TILE);
         }
         queue_.EnQue(pieces);
         pieces = queue_.DeQue<float>();
         AscendC::SetAtomicAdd<float>();
         for (int64_t copy = 0; copy < smaller(rows, COPIES); copy++) {
             const int64_t first = BEFORE_DISTANCES + distance - LAST_GROUP - copy;
-            store_rows(sums_[static_cast<uint64_t>(first)], PIECE, pieces[static_cast<uint32_t>(copy * PIECE_STRIDE)], PIECE, 1, PIECE);
+            store_rows(sums_[first], PIECE, pieces[copy * PIECE_STRIDE], PIECE, 1, PIECE);
             AscendC::PipeBarrier<PIPE_MTE3>();  // they overlap, and float32 sums depend on the order
         }
         AscendC::SetAtomicNone();

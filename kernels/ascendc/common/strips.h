@@ -53,7 +53,7 @@ __aicore__ inline void clear_behind(const AscendC::LocalTensor<float>& rows_of, 
     const int64_t padded = round_up(columns, COPY_ELEMENTS<float>);
     if (padded == stride) return;
     for (int64_t r = 0; r < rows; r++) {
-        AscendC::Duplicate(rows_of[static_cast<uint32_t>(r * stride + padded)], 0.0f, static_cast<int32_t>(stride - padded));
+        AscendC::Duplicate(rows_of[r * stride + padded], 0.0f, static_cast<int32_t>(stride - padded));
     }
 }
 

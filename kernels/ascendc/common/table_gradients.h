@@ -35,7 +35,7 @@ __aicore__ inline void add_up(
             auto* of_core = reinterpret_cast<__gm__ float*>(partial.first) + c * partial.stride;
             sums.SetGlobalBuffer(of_core, static_cast<uint64_t>(count * BLOCK));
             LocalTensor<float> x = in.template AllocTensor<float>();
-            load_rows(x, round_up(n * BLOCK, PARTIAL_SUMS), sums[static_cast<uint64_t>(first * BLOCK)], 0, 1, n * BLOCK);
+            load_rows(x, round_up(n * BLOCK, PARTIAL_SUMS), sums[first * BLOCK], 0, 1, n * BLOCK);
             in.EnQue(x);
             x = in.template DeQue<float>();
             Add(sum, sum, x, static_cast<int32_t>(round_up(n * BLOCK, PARTIAL_SUMS)));
@@ -52,7 +52,7 @@ __aicore__ inline void add_up(
         }
         out.EnQue(y);
         y = out.template DeQue<float>();
-        store_rows(total[static_cast<uint64_t>(first)], padded, y, padded, 1, n);
+        store_rows(total[first], padded, y, padded, 1, n);
         out.FreeTensor(y);
     }
 }

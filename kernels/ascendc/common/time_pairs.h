@@ -30,7 +30,7 @@ class TimePairs {
         query_words_ = words_buffer_.Get<uint32_t>();
         key_words_ = query_words_[2 * TILE];
         const auto numbers = limbs_buffer_.Get<float>();
-        for (int i = 0; i < 3; i++) limbs_[i] = numbers[static_cast<uint32_t>(i * TILE)];
+        for (int i = 0; i < 3; i++) limbs_[i] = numbers[i * TILE];
         first_words_ = numbers[3 * TILE].ReinterpretCast<int32_t>();
         places_ = numbers[4 * TILE].ReinterpretCast<int32_t>();
         low_ = numbers[5 * TILE].ReinterpretCast<uint32_t>();
@@ -38,7 +38,7 @@ class TimePairs {
         middle_ = numbers[7 * TILE].ReinterpretCast<uint32_t>();
         bits_ = numbers[8 * TILE].ReinterpretCast<uint32_t>();
         AscendC::CreateVecIndex(first_words_, static_cast<int32_t>(0), static_cast<uint32_t>(TILE));
-        AscendC::Muls(first_words_, first_words_, static_cast<int32_t>(8), static_cast<int32_t>(TILE));
+        AscendC::Muls(first_words_, first_words_, static_cast<int32_t>(8), TILE);
         if (buckets_.count == 0) return;
         const int64_t stride = edge_stride(buckets_.count);
         pipe->InitBuffer(edges_buffer_, static_cast<uint32_t>(LIMBS * stride * 4));
@@ -46,7 +46,7 @@ class TimePairs {
         from.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(edges), static_cast<uint64_t>(LIMBS * stride));
         const auto to = edges_buffer_.Get<float>();
         AscendC::DataCopy(to, from, static_cast<uint32_t>(LIMBS * stride));
-        for (int i = 0; i < 3; i++) edges_[i] = to[static_cast<uint32_t>(i * stride)];
+        for (int i = 0; i < 3; i++) edges_[i] = to[i * stride];
         fence<AscendC::HardEvent::MTE2_V>(pipe_);
     }
 
@@ -55,8 +55,8 @@ class TimePairs {
         using namespace AscendC;
         fence<HardEvent::V_MTE2>(pipe_);
         fence<HardEvent::S_MTE2>(pipe_);
-        load_rows(query_words_, 2 * TILE, query_times_[static_cast<uint64_t>(2 * query_token)], 0, 1, 2 * queries);
-        load_rows(key_words_, 2 * TILE, key_times_[static_cast<uint64_t>(2 * key_token)], 0, 1, 2 * keys);
+        load_rows(query_words_, 2 * TILE, query_times_[2 * query_token], 0, 1, 2 * queries);
+        load_rows(key_words_, 2 * TILE, key_times_[2 * key_token], 0, 1, 2 * keys);
         fence<HardEvent::MTE2_V>(pipe_);
         fence<HardEvent::MTE2_S>(pipe_);
         constexpr int32_t n = TILE;
@@ -82,30 +82,32 @@ class TimePairs {
     // float32 of query time - key time, rows first ... first + rows of the tile, TILE columns each. `scratch` are SCRATCH_STRIPS
     // strips, of which the first three keep the limbs of the differences.
     __aicore__ inline void differences(
-        const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& scratch, int64_t strip, int64_t first, int64_t rows
+        const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& scratch, int64_t strip, int64_t first,
+        int64_t rows
     ) const {
         using namespace AscendC;
-        const LocalTensor<float> low = scratch, middle = scratch[static_cast<uint32_t>(strip)],
-                                 high = scratch[static_cast<uint32_t>(2 * strip)];
+        const LocalTensor<float> low = scratch, middle = scratch[strip],
+                                 high = scratch[2 * strip];
         const auto keys = key_words_.ReinterpretCast<int64_t>();
         for (int64_t r = 0; r < rows; r++) {
             const Limbs key = limbs_of(keys.GetValue(static_cast<uint32_t>(first + r)));
             const uint32_t row = static_cast<uint32_t>(r * TILE);
-            Adds(low[row], limbs_[0], -key.low, static_cast<int32_t>(TILE));
-            Adds(middle[row], limbs_[1], -key.middle, static_cast<int32_t>(TILE));
-            Adds(high[row], limbs_[2], -key.high, static_cast<int32_t>(TILE));
+            Adds(low[row], limbs_[0], -key.low, TILE);
+            Adds(middle[row], limbs_[1], -key.middle, TILE);
+            Adds(high[row], limbs_[2], -key.high, TILE);
         }
         evaluate(to, low, middle, high, static_cast<int32_t>(rows * TILE));
     }
 
     // The buckets of these rows' pairs, times 4: offsets in bytes into a float32 table.
     __aicore__ inline void buckets(
-        const AscendC::LocalTensor<int32_t>& to, const AscendC::LocalTensor<float>& scratch, int64_t strip, int64_t first, int64_t rows
+        const AscendC::LocalTensor<int32_t>& to, const AscendC::LocalTensor<float>& scratch, int64_t strip, int64_t first,
+        int64_t rows
     ) const {
         using namespace AscendC;
         const int32_t n = static_cast<int32_t>(rows * TILE);
-        const LocalTensor<float> sign = scratch[static_cast<uint32_t>(3 * strip)], guess = scratch[static_cast<uint32_t>(4 * strip)],
-                                 edge = scratch[static_cast<uint32_t>(5 * strip)];
+        const LocalTensor<float> sign = scratch[3 * strip], guess = scratch[4 * strip],
+                                 edge = scratch[5 * strip];
         differences(sign, scratch, strip, first, rows);
         Abs(guess, sign, n);
         Muls(guess, guess, buckets_.inverse_unit, n);
@@ -121,13 +123,13 @@ class TimePairs {
         Mins(sign, sign, 1.0f, n);
         Maxs(sign, sign, -1.0f, n);
         for (int i = 0; i < 3; i++) {
-            const LocalTensor<float> limb = scratch[static_cast<uint32_t>(i * strip)];
+            const LocalTensor<float> limb = scratch[i * strip];
             Gather(edge, edges_[i], to.ReinterpretCast<uint32_t>(), 0u, static_cast<uint32_t>(n));
             Mul(edge, edge, sign, n);
             Sub(limb, limb, edge, n);
         }
         // How far the gap is above the largest one of the guessed bucket: 1 more bucket if at all.
-        evaluate(guess, scratch, scratch[static_cast<uint32_t>(strip)], scratch[static_cast<uint32_t>(2 * strip)], n);
+        evaluate(guess, scratch, scratch[strip], scratch[2 * strip], n);
         Mul(guess, guess, sign, n);
         Maxs(guess, guess, 0.0f, n);
         Mins(guess, guess, 1.0f, n);
@@ -178,7 +180,7 @@ class BucketSums {
         const AscendC::LocalTensor<float>& scratch, int64_t strip, const AscendC::LocalTensor<uint8_t>& mask
     ) {
         using namespace AscendC;
-        const LocalTensor<float> chosen = scratch, work = scratch[static_cast<uint32_t>(strip)];
+        const LocalTensor<float> chosen = scratch, work = scratch[strip];
         const int32_t count = static_cast<int32_t>(n);
         ReduceMin(range_, offsets, work, count);
         ReduceMax(range_[PARTIAL_SUMS], offsets, work, count);
@@ -187,7 +189,7 @@ class BucketSums {
         for (float offset = low; offset <= high; offset += 4.0f) {
             int64_t left = n / 2;
             if (low == high) {
-                Add(chosen, values, values[static_cast<uint32_t>(left)], static_cast<int32_t>(left));
+                Add(chosen, values, values[left], static_cast<int32_t>(left));
             } else {
                 CompareScalar(mask, offsets, offset, CMPMODE::EQ, static_cast<uint32_t>(n));
                 Select(chosen, mask, values, 0.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, static_cast<uint32_t>(n));
@@ -195,7 +197,7 @@ class BucketSums {
             }
             while (left > PARTIAL_SUMS) {
                 const int64_t half = round_up(ceil_divide(left, 2), PARTIAL_SUMS);
-                Add(chosen, chosen, chosen[static_cast<uint32_t>(half)], static_cast<int32_t>(left - half));
+                Add(chosen, chosen, chosen[half], static_cast<int32_t>(left - half));
                 left = half;
             }
             const auto sum = sums_[static_cast<uint32_t>(offset) / 4 * static_cast<uint32_t>(PARTIAL_SUMS)];

@@ -5,9 +5,9 @@
 #include "kernel_operator.h"
 #include "lib/matmul_intf.h"
 
+#include "../../common/attention_operands.h"
 #include "../../common/pair_bias.h"
 #include "../../common/products.h"
-#include "../../common/row_block.h"
 #include "../../common/strips.h"
 #include "../../common/tile_walk.h"
 #include "../op_host/jagged_hstu_attention_tiling.h"
@@ -26,46 +26,8 @@ struct Slots {
         data.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(begin), static_cast<uint64_t>(slots * slot));
     }
     __aicore__ inline AscendC::GlobalTensor<T> at(int64_t tile, int64_t h, int64_t element = 0) const {
-        return data[static_cast<uint64_t>(tile % 2 * slot + h * head + element)];
+        return data[tile % 2 * slot + h * head + element];
     }
-};
-
-// [tokens, heads, width]
-template <typename T>
-struct Heads {
-    AscendC::GlobalTensor<T> data;
-    int64_t width, row;
-
-    __aicore__ inline void init(GM_ADDR begin, int64_t tokens, int64_t heads, int64_t of_width) {
-        width = of_width;
-        row = heads * of_width;
-        data.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(begin), static_cast<uint64_t>(tokens * row));
-    }
-    // From a token's row on.
-    __aicore__ inline Matrix<T> at(int64_t token, int64_t h) const {
-        return {data[static_cast<uint64_t>(token * row + h * width)], row};
-    }
-};
-
-// The row blocks of a core in a packed plan (core_assignment.h).
-class Plan {
-  public:
-    __aicore__ inline void init(const AscendC::GlobalTensor<int32_t>& plan, int64_t cores, int64_t core) {
-        plan_ = plan;
-        begin_ = plan_.GetValue(static_cast<uint64_t>(core));
-        end_ = plan_.GetValue(static_cast<uint64_t>(core + 1));
-        first_ = cores + 1;
-    }
-    __aicore__ inline int64_t begin() const { return begin_; }
-    __aicore__ inline int64_t end() const { return end_; }
-    __aicore__ inline RowBlock block(int64_t i) const {
-        const auto at = static_cast<uint64_t>(first_ + i * ROW_BLOCK_INTS);
-        return {plan_.GetValue(at), plan_.GetValue(at + 1), plan_.GetValue(at + 2)};
-    }
-
-  private:
-    AscendC::GlobalTensor<int32_t> plan_;
-    int64_t begin_, end_, first_;
 };
 
 template <typename E>
@@ -85,7 +47,7 @@ class HstuStrips {
         scratch_ = scratch_buffer_.Get<float>();
     }
 
-    __aicore__ inline AscendC::LocalTensor<float> scratch(int64_t i) const { return scratch_[static_cast<uint32_t>(i * strip_)]; }
+    __aicore__ inline AscendC::LocalTensor<float> scratch(int64_t i) const { return scratch_[i * strip_]; }
 
     // Rows first ... first + rows of a square, from a tile of results with rows `stride` apart. The caller frees it.
     __aicore__ inline AscendC::LocalTensor<float> load_strip(

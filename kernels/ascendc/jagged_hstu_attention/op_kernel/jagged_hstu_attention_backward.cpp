@@ -87,14 +87,16 @@ class HstuBackward : HstuStrips<E> {
         const auto tile = this->scratch_;
         const float scale = this->tiling_->scale;
         if (bias_.has_position()) {
+            const PartialSums partial{workspace_ + work_.distances + BEFORE_DISTANCES * 4, stride, cores};
             add_up<1>(
-                to_.position_bias, {workspace_ + work_.distances + BEFORE_DISTANCES * 4, stride, cores}, this->tiling_->position_count,
-                scale, core_, this->scores_in_, this->out_, tile, table_piece());
+                to_.position_bias, partial, this->tiling_->position_count, scale, core_, this->scores_in_, this->out_, tile,
+                table_piece());
         }
         if (bias_.has_time()) {
+            const PartialSums partial{workspace_ + work_.buckets, stride, cores};
             add_up<PARTIAL_SUMS>(
-                to_.time_bias, {workspace_ + work_.buckets, stride, cores}, this->tiling_->buckets.count, scale, core_,
-                this->scores_in_, this->out_, tile, table_piece());
+                to_.time_bias, partial, this->tiling_->buckets.count, scale, core_, this->scores_in_, this->out_, tile,
+                table_piece());
         }
     }
 
@@ -212,7 +214,8 @@ class HstuBackward : HstuStrips<E> {
             const int64_t element = (square.key - tile.key + first) * stride + square.query - tile.query;
             const int32_t n = static_cast<int32_t>(rows * TILE);
             const auto x = this->load_strip(this->scores_in_, scores_.at(i, h, element), stride, rows, square.queries);
-            const auto value_grads = this->load_strip(value_grads_in_, value_grads_.at(i, h, element), stride, rows, square.queries);
+            const auto value_grads =
+                this->load_strip(value_grads_in_, value_grads_.at(i, h, element), stride, rows, square.queries);
             const auto denominator = this->scratch(0), weights = this->scratch(1), sigmoid = this->scratch(2);
             this->score(x, denominator, bias_, first, n);
             Div(weights, x, denominator, n);
@@ -228,7 +231,7 @@ class HstuBackward : HstuStrips<E> {
                 if (square.diagonal()) clear_future(weights, first, rows);
                 this->store(weights_out_, weights_.at(i, h, element), stride, weights, 1.0f, TILE, rows, square.queries);
             } else if (bias_.some()) {
-                const auto sum = tile_[static_cast<uint32_t>(first * TILE)];
+                const auto sum = tile_[first * TILE];
                 Add(sum, sum, x, n);
             }
             this->store(this->out_, score_grads_.at(i, h, element), stride, x, 1.0f, TILE, rows, square.queries);
@@ -242,7 +245,7 @@ class HstuBackward : HstuStrips<E> {
         const int64_t strip_rows = this->tiling_->strip_rows;
         for (int64_t first = 0; first < square.keys; first += strip_rows) {
             const int64_t n = smaller(strip_rows, square.keys - first) * TILE;
-            buckets_.add(tile_[static_cast<uint32_t>(first * TILE)], bias_.offsets(first), n, this->scratch_, this->strip_, mask_);
+            buckets_.add(tile_[first * TILE], bias_.offsets(first), n, this->scratch_, this->strip_, mask_);
         }
     }
 
@@ -268,8 +271,8 @@ class HstuBackward : HstuStrips<E> {
 
 template <typename E>
 __aicore__ inline void hstu_backward(
-    GM_ADDR gradient, GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR plan, const HstuGradients& to, GM_ADDR position_bias, GM_ADDR time_bias,
-    GM_ADDR query_times, GM_ADDR key_times, GM_ADDR edges, GM_ADDR workspace, GM_ADDR tiling
+    GM_ADDR gradient, GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR plan, const HstuGradients& to, GM_ADDR position_bias,
+    GM_ADDR time_bias, GM_ADDR query_times, GM_ADDR key_times, GM_ADDR edges, GM_ADDR workspace, GM_ADDR tiling
 ) {
     HstuTiling t;
     read_struct(t, tiling);
