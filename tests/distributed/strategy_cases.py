@@ -92,6 +92,13 @@ TWO |= {
 }
 
 
+SHARED = {
+    f"shared, {name}": ({"groups": groups, **SEMI}, {"rows": "adagrad", "negatives": ("sharing", "fp16"), **options})
+    for name, groups, options in (("one group", 1, {}), ("two groups", 2, {}), ("another seed", 2, {"seed": 8}))
+}
+"""On two ranks. Tokens borrow within their rank: one process does not train the same, but other groups do."""
+
+
 def make_folder(folder: Path, shared: Path | None = None) -> Path:
     """MovieLens latest-small where it is there, else random events."""
     if shared is not None:
@@ -140,10 +147,12 @@ def fit(
     dropout: float = 0.0,
     data: dict[str, Any] | None = None,
     negatives: Sequence[str] = (),
+    seed: int | None = None,
     **options: Any,
 ) -> pl.Trainer:
     """Trains, on `ranks` ranks of which torchrun has started as many, with callbacks of NEGATIVES."""
     model, module = build(folder, ranks, rows, dropout, scheduled, **(data or {}))
+    model.seed = seed
     checkpoints = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks or [])
     settings = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "enable_checkpointing": checkpoints}
     if "val_check_interval" in options:

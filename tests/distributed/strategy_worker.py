@@ -18,6 +18,7 @@ from tests.distributed.live_tensors import peaks
 from tests.distributed.strategy_cases import (
     FOUR,
     QUIET,
+    SHARED,
     TWO,
     Batches,
     SignalOn,
@@ -243,7 +244,7 @@ def checks(which: str) -> dict[str, Any]:
             "divided otherwise": divided_otherwise,
             "live tensors": lambda: peaks(RANKS, int(os.environ["RANK"])),
         }
-    cases = {4: FOUR, 2: TWO}[RANKS]
+    cases = {4: FOUR, 2: {**TWO, **SHARED}}[RANKS]
     found = {name: partial(equal, name, *case) for name, case in cases.items()}
     if RANKS == 4:
         found |= {name: partial(mistaken, name) for name in MISTAKES}

@@ -98,6 +98,15 @@ def test_two_ranks_equal_one_process(two, two_out, one, name):
         assert max(differences.values()) <= TOLERANCE, differences
 
 
+def test_tokens_borrow_within_their_rank_whatever_the_groups(two, two_out):
+    """The seed of what is shared is the only thing in which the third training differs."""
+    first, second, control = (two_out / f"shared, {name}.ckpt" for name in ("one group", "two groups", "another seed"))
+    for name in ("shared, one group", "shared, two groups"):
+        copies_agree(two[name])
+    assert max(relative(first, second).values()) <= TOLERANCE
+    assert max(relative(control, second).values()) > 100 * TOLERANCE
+
+
 def alone(options, training):
     """What one process trains in the place of several ranks."""
     return {**{name: options[name] for name in ("mode", "sparse_clip_norm") if name in options}, **training}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from turbogr.ops.copies import to_device
 from turbogr.sparse.apart import Apart
 from turbogr.sparse.lookup import RowRequest
 
@@ -46,23 +47,28 @@ class Packing:
     def __init__(self, narrow: Tensor, counts: list[int]) -> None:
         self.narrow = narrow
         edges = torch.cat([torch.zeros(1, dtype=torch.int64), torch.where(narrow, 1, 2).cumsum(0)])
-        self.first, self.total = edges[:-1], int(edges[-1])
+        self.total = int(edges[-1])
         self.splits: list[int] = edges[torch.tensor([0, *counts]).cumsum(0)].diff().tolist()
+        # On the host, where nobody waits for their number.
+        self._rows = [which.nonzero().view(-1) for which in (narrow, ~narrow)]
+        self._pieces = [edges[rows] for rows in self._rows]
 
     def pack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[total, D] in the half precision, which the wide rows' words only look like; of rows float32 [R, D]."""
-        narrow, first = (x.to(rows.device) for x in (self.narrow, self.first))
+        narrow, wide, first_narrow, first_wide = self._on(rows.device)
         packed = torch.empty(self.total, rows.shape[1], dtype=dtype, device=rows.device)
-        packed[first[narrow]] = rows[narrow].to(dtype)
-        words = rows[~narrow].view(dtype).view(-1, 2, rows.shape[1])
-        packed[first[~narrow]], packed[first[~narrow] + 1] = words.unbind(1)
+        packed[first_narrow] = rows[narrow].to(dtype)
+        words = rows[wide].view(dtype).unflatten(1, (2, rows.shape[1]))
+        packed[first_wide], packed[first_wide + 1] = words.unbind(1)
         return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
         """float32 [R, D]."""
-        narrow, first = (x.to(packed.device) for x in (self.narrow, self.first))
-        rows = torch.empty(len(narrow), packed.shape[1], dtype=torch.float32, device=packed.device)
-        rows[narrow] = packed[first[narrow]].float()
-        wide = first[~narrow]
-        rows[~narrow] = torch.stack([packed[wide], packed[wide + 1]], 1).view(len(wide), -1).view(torch.float32)
+        narrow, wide, first_narrow, first_wide = self._on(packed.device)
+        rows = torch.empty(len(narrow) + len(wide), packed.shape[1], dtype=torch.float32, device=packed.device)
+        rows[narrow] = packed[first_narrow].float()
+        rows[wide] = torch.stack([packed[first_wide], packed[first_wide + 1]], 1).flatten(1).view(torch.float32)
         return rows
+
+    def _on(self, device: torch.device) -> list[Tensor]:
+        return [to_device(places, device) for places in (*self._rows, *self._pieces)]
