@@ -14,8 +14,10 @@ extern "C" void fuxi_attention(const driver::Problem* problem, void* out, host::
         const driver::Inputs in(p, false);
         const auto output = host::unwritten(out, p.tokens * p.heads * 3 * p.v_width * p.bytes());
         const auto call = [&](auto kernel) {
-            kernel(in.q, in.k, in.v, in.plan, in.tables.position_bias, in.tables.time_parameters, in.tables.query_times,
-                   in.tables.key_times, in.tables.edges, driver::address(out), in.workspace.data(), in.tiling_bytes);
+            kernel(driver::address(p.q), driver::address(p.k), driver::address(p.v), in.plan.address(),
+                   driver::address(p.position_bias), driver::address(p.time_parameters), driver::address(p.query_times),
+                   driver::address(p.key_times), in.edges.address(), driver::address(out), in.workspace.data(),
+                   in.tiling_bytes.address());
         };
         const auto counters = driver::launch(
             p, call, jagged_fuxi_attention_float, jagged_fuxi_attention_half, jagged_fuxi_attention_bfloat16);

@@ -8,6 +8,8 @@
 #include "common/core_assignment.h"
 #include "jagged_fuxi_attention/op_host/jagged_fuxi_attention_tiling.h"
 
+#include "host_numbers.h"
+
 namespace driver {
 
 using namespace turbogr::ascend;
@@ -45,42 +47,32 @@ struct Problem {
     }
 };
 
-inline GM_ADDR address(const void* pointer) { return static_cast<GM_ADDR>(const_cast<void*>(pointer)); }
+inline GM_ADDR address(void* pointer) { return static_cast<GM_ADDR>(pointer); }
 
 // Inputs as the kernel sees them: registered, and what the host adds.
 class Inputs {
   public:
+    const FuxiTiling tiling;
+    const HostNumbers tiling_bytes, plan, edges;
+    const host::Workspace workspace;
+
     Inputs(const Problem& p, bool backward)
-        : tiling(p.tiling()), workspace(fuxi_workspace_bytes(tiling, p.bytes(), backward)), plan_(p.plan(backward)), edges_(p.edges()) {
+        : tiling(p.tiling()), tiling_bytes(&tiling, sizeof tiling), plan(p.plan(backward)), edges(p.edges()),
+          workspace(fuxi_workspace_bytes(tiling, p.bytes(), backward)) {
         const int64_t rows = p.tokens * p.heads * p.bytes(), times = p.time_kind == NO_TIME ? 0 : p.tokens * 8;
-        tables = {add(p.position_bias, p.position_count * 4), add(p.time_parameters, p.time_parameter_bytes()),
-                  add(p.query_times, times), address(p.key_times), add(edges_.data(), static_cast<int64_t>(edges_.size() * 4))};
+        add(p.q, rows * p.qk_width);
+        add(p.k, rows * p.qk_width);
+        add(p.v, rows * p.v_width);
+        add(p.position_bias, p.position_count * 4);
+        add(p.time_parameters, p.time_parameter_bytes());
+        add(p.query_times, times);
         if (p.key_times != p.query_times) add(p.key_times, times);
-        q = add(p.q, rows * p.qk_width);
-        k = add(p.k, rows * p.qk_width);
-        v = add(p.v, rows * p.v_width);
-        plan = add(plan_.data(), static_cast<int64_t>(plan_.size() * 4));
-        tiling_bytes = add(&tiling, sizeof tiling);
     }
     Inputs(const Inputs&) = delete;
 
-    const FuxiTiling tiling;
-    const host::Workspace workspace;
-    FuxiTables tables;
-    GM_ADDR q;
-    GM_ADDR k;
-    GM_ADDR v;
-    GM_ADDR plan;
-    GM_ADDR tiling_bytes;
-
   private:
-    GM_ADDR add(const void* pointer, int64_t bytes) {
-        registered_.push_back(host::global(pointer, bytes));
-        return address(pointer);
-    }
+    void add(const void* pointer, int64_t bytes) { registered_.push_back(host::global(pointer, bytes)); }
 
-    std::vector<int32_t> plan_;
-    std::vector<float> edges_;
     std::vector<host::Allocation> registered_;
 };
 

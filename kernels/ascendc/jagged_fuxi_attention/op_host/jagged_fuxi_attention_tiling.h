@@ -52,8 +52,8 @@ struct FuxiTiling {
     TURBOGR_SHARED bool has_time() const { return time_kind != NO_TIME; }
 };
 
-// A core's part of the workspace, in bytes. Scores of heads have two slots, so that products of one head overlap with the vector
-// work of another.
+// A core's part of the workspace, in bytes. Scores of heads have two slots, so that products of one head overlap with the
+// vector work of another.
 struct FuxiWorkspace {
     int64_t scores, value_grads;    // float32 [2, FUXI_TILE_PAIRS]; value_grads: backward
     int64_t weights, score_grads;   // [2, FUXI_TILE_PAIRS] of the inputs' dtype; score_grads: backward
@@ -102,14 +102,17 @@ inline int64_t fuxi_workspace_bytes(const FuxiTiling& t, int64_t element_bytes, 
            (split ? FUXI_SHARED * fuxi_channel_bytes(t, element_bytes) : 0);
 }
 
-// Bytes of local memory that the backward kernel, which needs more, asks for with strips of so many rows, with what Select takes.
+// Bytes of local memory that the backward kernel, which needs more, asks for with strips of so many rows, with what Select
+// takes.
 inline int64_t fuxi_local_bytes(const FuxiShapes& s, int64_t strip_rows) {
     const int64_t strip = strip_rows * TILE * 4;
     int64_t bytes = (SCRATCH_STRIPS + FUXI_WORK_STRIPS) * strip + 2 * 2 * strip + 2 * 2 * strip_rows * TILE * s.element_bytes;
     bytes += 2 * FUXI_SPLIT_BYTES + pair_tables_local(s.position_count, s.time_count);
     // The sums by distance and a tile of gradients; the sums by bucket, their range, and a mask.
     if (s.position_count > 0) bytes += 2 * PIECES_BYTES + TILE * TILE * 4;
-    if (s.time_kind == TIME_TABLE) bytes += bucket_sums(s.time_count) * 4 + 2 * COPY_BYTES + round_up(strip_rows * TILE / 8, COPY_BYTES);
+    if (s.time_kind == TIME_TABLE) {
+        bytes += bucket_sums(s.time_count) * 4 + 2 * COPY_BYTES + round_up(strip_rows * TILE / 8, COPY_BYTES);
+    }
     if (s.time_kind == TIME_FUNCTION) bytes += TIME_WORDS_BYTES + TIME_LIMBS_BYTES + FUNCTION_SUMS * 4 + 2 * COPY_BYTES;
     return bytes + SELECT_RESERVE;
 }
@@ -122,11 +125,14 @@ inline const char* fuxi_tiling(FuxiTiling& t, const FuxiShapes& s, const FuxiOpt
     if (s.qk_width > FUXI_MOST_WIDTH || s.v_width > FUXI_MOST_WIDTH) return "a head may have at most 512 columns";
     // The products count rows and columns in int32, and so does the stride of the output.
     if (s.heads * larger(s.qk_width, FUXI_CHANNELS * s.v_width) > int64_t{1} << 20) return "heads times widths are too many";
-    if (s.position_count < 0 || s.position_count >= int64_t{1} << 31) return "the position table may have at most 2^31 - 1 entries";
+    if (s.position_count < 0 || s.position_count >= int64_t{1} << 31)
+        return "the position table may have at most 2^31 - 1 entries";
     if (s.time_kind < NO_TIME || s.time_kind > TIME_FUNCTION) return "the time channel is a table, a function or nothing";
     if ((s.time_kind == TIME_TABLE) != (s.time_count > 0)) return "a time table has entries, and nothing else has";
     if (s.time_kind == TIME_TABLE && !bucketing_is_exact(o.time_unit, o.time_divisor))
-        return "the device finds buckets exactly from a time_divisor of 0.00025 on, and with a time_unit between 1e-12 and 1e12";
+        return "buckets are exact from a time_divisor of 0.00025 on, and with a time_unit between 1e-12 and 1e12";
+    if (s.time_kind == TIME_FUNCTION && !(o.time_unit > 1e-12 && o.time_unit < 1e12))
+        return "time_unit must lie between 1e-12 and 1e12";
     int64_t rows = 32;
     while (rows > 8 && fuxi_local_bytes(s, rows) > LOCAL_BYTES) rows /= 2;
     if (fuxi_local_bytes(s, rows) > LOCAL_BYTES) return "the time table does not fit into local memory";
@@ -138,7 +144,8 @@ inline const char* fuxi_tiling(FuxiTiling& t, const FuxiShapes& s, const FuxiOpt
         static_cast<int32_t>(s.v_width), static_cast<int32_t>(s.cores), static_cast<int32_t>(rows),
         static_cast<int32_t>(s.position_count), static_cast<int32_t>(s.time_kind), static_cast<float>(o.scale),
         static_cast<float>(o.alpha), buckets,
-        // A tile is TILE keys x BLOCK_ROWS queries or the other way round; weights that heads share meet the values of all heads.
+        // A tile is TILE keys x BLOCK_ROWS queries or the other way round; weights that heads share meet the values of all
+        // heads.
         cube_shape(BLOCK_ROWS, BLOCK_ROWS, larger(s.qk_width, all_values), s.element_bytes),
         cube_shape(BLOCK_ROWS, larger(s.qk_width, all_values), TILE, s.element_bytes)};
     return nullptr;

@@ -1,5 +1,5 @@
-// Kernel side: what forward and backward of FuXi's attention have in common. A strip is a few rows of a square tile of pairs, TILE
-// float32 each; it comes from a product's result in global memory and goes back there as a factor of the next product.
+// Kernel side: what forward and backward of FuXi's attention have in common. A strip is a few rows of a square tile of pairs,
+// TILE float32 each; it comes from a product's result in global memory and goes back there as a factor of the next product.
 #pragma once
 
 #include "kernel_operator.h"
@@ -24,8 +24,8 @@ class ProductQueue {
     typename P::Type object;
 
     __aicore__ inline void post(
-        const Matrix<typename P::Element>& a, const Matrix<typename P::Element>& b, const Matrix<float>& c, int64_t m, int64_t n,
-        int64_t k, bool add
+        const Matrix<typename P::Element>& a, const Matrix<typename P::Element>& b, const Matrix<float>& c, int64_t m,
+        int64_t n, int64_t k, bool add
     ) {
         wait();
         turbogr::ascend::post<P>(object, a, b, c, m, n, k, add);
@@ -40,7 +40,8 @@ class ProductQueue {
     bool busy_ = false;
 };
 
-// A core's matrices of pairs of one kind in the workspace: [2, FUXI_TILE_PAIRS], two slots or the two channels that heads share.
+// A core's matrices of pairs of one kind in the workspace: [2, FUXI_TILE_PAIRS], two slots or the two channels that heads
+// share.
 template <typename T>
 struct PairSlots {
     AscendC::GlobalTensor<T> data;
@@ -49,7 +50,7 @@ struct PairSlots {
         data.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(begin), static_cast<uint64_t>(2 * FUXI_TILE_PAIRS));
     }
     __aicore__ inline AscendC::GlobalTensor<T> at(int64_t slot, int64_t element) const {
-        return data[static_cast<uint64_t>(slot % 2 * FUXI_TILE_PAIRS + element)];
+        return data[slot % 2 * FUXI_TILE_PAIRS + element];
     }
 };
 
@@ -63,7 +64,7 @@ struct BlockSums {
         row = heads * of_width;
         data.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(begin), static_cast<uint64_t>(BLOCK_ROWS * row));
     }
-    __aicore__ inline Matrix<float> at(int64_t r, int64_t h) const { return {data[static_cast<uint64_t>(r * row + h * width)], row}; }
+    __aicore__ inline Matrix<float> at(int64_t r, int64_t h) const { return {data[r * row + h * width], row}; }
 };
 
 template <typename E>
@@ -83,7 +84,7 @@ class FuxiStrips {
         scratch_ = scratch_buffer_.Get<float>();
     }
 
-    __aicore__ inline AscendC::LocalTensor<float> scratch(int64_t i) const { return scratch_[static_cast<uint32_t>(i * strip_)]; }
+    __aicore__ inline AscendC::LocalTensor<float> scratch(int64_t i) const { return scratch_[i * strip_]; }
 
     __aicore__ inline bool has(int64_t channel) const {
         if (channel == POSITION_CHANNEL) return tiling_->has_position();
@@ -140,7 +141,9 @@ class FuxiStrips {
     }
 
     // The weights of a tile that all heads share: `to` has a matrix for each of the two channels.
-    __aicore__ inline void store_shared_weights(PairWeights& weights, const PairTile& tile, const PairSlots<E>& to, int64_t origin) {
+    __aicore__ inline void store_shared_weights(
+        PairWeights& weights, const PairTile& tile, const PairSlots<E>& to, int64_t origin
+    ) {
         for (int64_t i = 0; i < squares(tile); i++) {
             const PairTile s = square(tile, i);
             weights.prepare(s, walk_.block.token);
@@ -149,7 +152,7 @@ class FuxiStrips {
                 if (tiling_->has_position()) {
                     const AscendC::LocalTensor<E> y = out_.template AllocTensor<E>();
                     for (int64_t r = 0; r < rows; r++) {
-                        round(y[static_cast<uint32_t>(r * TILE)], weights.position_row(first + r), TILE);
+                        round(y[r * TILE], weights.position_row(first + r), TILE);
                     }
                     put(out_, y, to.at(POSITION_CHANNEL, place), walk_.stride(), TILE, rows, s.queries);
                 }
@@ -186,7 +189,7 @@ class FuxiStrips {
             const AscendC::LocalTensor<E> y = out_.template AllocTensor<E>();
             round(y, x, n);
             in_.FreeTensor(x);
-            put(out_, y, to[static_cast<uint64_t>(first * stride)], stride, room, lines, columns);
+            put(out_, y, to[first * stride], stride, room, lines, columns);
         }
     }
 
@@ -202,7 +205,7 @@ class FuxiStrips {
         In& queue, const BlockSums& sums, int64_t first, int64_t lines, int64_t columns, int64_t room
     ) {
         AscendC::LocalTensor<float> x = queue.template AllocTensor<float>();
-        load_rows(x, room, sums.data[static_cast<uint64_t>(first * sums.width)], columns, lines, columns);
+        load_rows(x, room, sums.data[first * sums.width], columns, lines, columns);
         queue.EnQue(x);
         x = queue.template DeQue<float>();
         clear_behind(x, room, lines, columns);

@@ -51,9 +51,10 @@ class FuxiForward : FuxiStrips<E> {
         output_products.wait();
         const int64_t width = v_.width, row = (rows.token + rows.first) * out_rows_.row;
         for (int64_t c = 0; c < FUXI_CHANNELS; c++) {
-            const auto to = out_rows_.data[static_cast<uint64_t>(row + c * width)];
-            if (!this->has(c)) store_zeros(to, walk.rows());
-            else this->store_sums(to, FUXI_CHANNELS * width, sums_[c], walk.rows(), c == SEMANTIC_CHANNEL ? this->tiling_->scale : 1.0f);
+            const auto to = out_rows_.data[row + c * width];
+            const float factor = c == SEMANTIC_CHANNEL ? this->tiling_->scale : 1.0f;
+            if (this->has(c)) this->store_sums(to, FUXI_CHANNELS * width, sums_[c], walk.rows(), factor);
+            else store_zeros(to, walk.rows());
         }
     }
 
@@ -61,15 +62,16 @@ class FuxiForward : FuxiStrips<E> {
     __aicore__ inline int64_t column(const PairTile& tile) const { return tile.query - this->walk_.block.first; }
 
     __aicore__ inline void tile(const PairTile& tile, bool add) {
-        const int64_t heads = this->tiling_->heads, token = this->walk_.block.token, stride = this->walk_.stride(), origin = column(tile);
+        const int64_t heads = this->tiling_->heads, key = this->walk_.block.token + tile.key;
+        const int64_t stride = this->walk_.stride(), origin = column(tile);
         begin_scores(tile, 0);
         if (this->some_shared()) this->store_shared_weights(pair_weights_, tile, shared_weights_, origin);
         fence<AscendC::HardEvent::MTE3_S>(this->pipe_);  // the weights are in global memory
         for (int64_t c = 0; c < FUXI_SHARED; c++) {
             if (!this->has(c)) continue;
             output_products.post(
-                {shared_weights_.at(c, origin), stride}, v_.at(token + tile.key, 0), sums_[c].at(origin, 0), tile.queries, v_.row,
-                tile.keys, add);
+                {shared_weights_.at(c, origin), stride}, v_.at(key, 0), sums_[c].at(origin, 0), tile.queries, v_.row, tile.keys,
+                add);
         }
         for (int64_t h = 0; h < heads; h++) {
             scores_products.wait();
@@ -78,7 +80,7 @@ class FuxiForward : FuxiStrips<E> {
             activate(tile, slot);
             fence<AscendC::HardEvent::MTE3_S>(this->pipe_);
             output_products.post(
-                {weights_.at(slot, origin), stride}, v_.at(token + tile.key, h), sums_[SEMANTIC_CHANNEL].at(origin, h), tile.queries,
+                {weights_.at(slot, origin), stride}, v_.at(key, h), sums_[SEMANTIC_CHANNEL].at(origin, h), tile.queries,
                 v_.width, tile.keys, add);
         }
     }
@@ -122,7 +124,7 @@ class FuxiForward : FuxiStrips<E> {
             const int64_t count = smaller(most, blocks - first);
             const AscendC::LocalTensor<E> y = this->out_.template AllocTensor<E>();
             this->round(y, zeros, count * pitch);
-            this->put(this->out_, y, to[static_cast<uint64_t>(first * stride)], stride, pitch, count, width);
+            this->put(this->out_, y, to[first * stride], stride, pitch, count, width);
         }
     }
 
@@ -154,16 +156,16 @@ __aicore__ inline void fuxi_forward(
 
 }  // namespace turbogr::ascend
 
-// One entry for each dtype of q, k, v and out. Tables and the time function's numbers are float32, times int64, the plan is int32
-// and the edges are float32 (common/core_assignment.h, common/bucket_edges.h); what is absent is null.
-#define TURBOGR_FUXI_FORWARD(NAME, TYPE)                                                                                        \
-    extern "C" __global__ __aicore__ void NAME(                                                                                 \
-        GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR plan, GM_ADDR position_bias, GM_ADDR time_parameters, GM_ADDR query_times,     \
-        GM_ADDR key_times, GM_ADDR edges, GM_ADDR out, GM_ADDR workspace, GM_ADDR tiling                                        \
-    ) {                                                                                                                         \
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);                                                                      \
-        turbogr::ascend::fuxi_forward<TYPE>(                                                                                    \
-            q, k, v, plan, {position_bias, time_parameters, query_times, key_times, edges}, out, workspace, tiling);            \
+// One entry for each dtype of q, k, v and out. Tables and the time function's numbers are float32, times int64, the plan is
+// int32 and the edges are float32 (common/core_assignment.h, common/bucket_edges.h); what is absent is null.
+#define TURBOGR_FUXI_FORWARD(NAME, TYPE)                                                                                       \
+    extern "C" __global__ __aicore__ void NAME(                                                                                \
+        GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR plan, GM_ADDR position_bias, GM_ADDR time_parameters, GM_ADDR query_times,    \
+        GM_ADDR key_times, GM_ADDR edges, GM_ADDR out, GM_ADDR workspace, GM_ADDR tiling                                       \
+    ) {                                                                                                                        \
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);                                                                     \
+        turbogr::ascend::fuxi_forward<TYPE>(                                                                                   \
+            q, k, v, plan, {position_bias, time_parameters, query_times, key_times, edges}, out, workspace, tiling);           \
     }
 
 TURBOGR_FUXI_FORWARD(jagged_fuxi_attention_float, float)

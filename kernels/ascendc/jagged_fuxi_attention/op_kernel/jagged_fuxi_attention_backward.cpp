@@ -82,7 +82,8 @@ class FuxiBackward : FuxiStrips<E> {
     }
 
   private:
-    // The position and time channels of the incoming gradient, each as [tokens, heads, v_width], so that one product has all heads.
+    // The position and time channels of the incoming gradient, each as [tokens, heads, v_width], so that one product has all
+    // heads.
     __aicore__ inline void split_gradient() {
         const int64_t width = v_.width, pitch = round_up(width, COPY_ELEMENTS<E>), stride = FUXI_CHANNELS * width;
         const int64_t most = FUXI_SPLIT_BYTES / static_cast<int64_t>(sizeof(E)) / pitch, cores = this->tiling_->cores;
@@ -92,10 +93,10 @@ class FuxiBackward : FuxiStrips<E> {
             for (int64_t c = 0; c < FUXI_SHARED; c++) {
                 if (!this->has(c)) continue;
                 AscendC::LocalTensor<E> x = split_.template AllocTensor<E>();
-                load_rows(x, pitch, out_grads_.data[static_cast<uint64_t>(first * stride + c * width)], stride, count, width);
+                load_rows(x, pitch, out_grads_.data[first * stride + c * width], stride, count, width);
                 split_.EnQue(x);
                 x = split_.template DeQue<E>();
-                store_rows(channel_grads_[c].data[static_cast<uint64_t>(first * width)], width, x, pitch, count, width);
+                store_rows(channel_grads_[c].data[first * width], width, x, pitch, count, width);
                 split_.FreeTensor(x);
             }
         }
@@ -121,7 +122,8 @@ class FuxiBackward : FuxiStrips<E> {
         v_products.wait();
         const FuxiTiling& t = *this->tiling_;
         const int64_t token = walk.block.token + walk.block.first, rows = walk.rows();
-        this->store_sums((walk.by_keys ? k_grads_ : q_grads_).at(token, 0).data, qk_sums_.width, qk_sums_, rows, t.scale * t.alpha);
+        const Heads<E>& qk_grads = walk.by_keys ? k_grads_ : q_grads_;
+        this->store_sums(qk_grads.at(token, 0).data, qk_sums_.width, qk_sums_, rows, t.scale * t.alpha);
         if (!walk.by_keys) return;
         this->store_sums(
             v_grads_.at(token, 0).data, v_sums_.width, v_sums_, rows, t.scale, &value_grads_in_,
@@ -143,14 +145,16 @@ class FuxiBackward : FuxiStrips<E> {
                 tile.keys, tile.queries, v_.row, false);
         }
         begin_pairs(tile, 0);
-        for (int64_t i = 0; i < this->squares(tile) && this->some_shared(); i++) differentiate_shared(tile, this->square(tile, i));
+        for (int64_t i = 0; i < this->squares(tile) && this->some_shared(); i++) {
+            differentiate_shared(tile, this->square(tile, i));
+        }
         for (int64_t h = 0; h < this->tiling_->heads; h++) {
             const int64_t slot = next_pairs(tile, h);
             differentiate(tile, slot);
             fence<AscendC::HardEvent::MTE3_S>(this->pipe_);  // the score gradients are in global memory
             q_products.post(
-                {score_grads_.at(slot, origin), stride}, k_.at(token + tile.key, h), qk_sums_.at(origin, h), tile.queries, k_.width,
-                tile.keys, add);
+                {score_grads_.at(slot, origin), stride}, k_.at(token + tile.key, h), qk_sums_.at(origin, h), tile.queries,
+                k_.width, tile.keys, add);
         }
     }
 
@@ -175,13 +179,14 @@ class FuxiBackward : FuxiStrips<E> {
             k_products.post(
                 {score_grads_.at(slot, 0), stride}, q_.at(query, h), qk_sums_.at(0, h), tile.keys, q_.width, tile.queries, add);
             v_products.post(
-                {weights_.at(slot, 0), stride}, semantic_grads(query, h), v_sums_.at(0, h), tile.keys, v_.width, tile.queries, add);
+                {weights_.at(slot, 0), stride}, semantic_grads(query, h), v_sums_.at(0, h), tile.keys, v_.width, tile.queries,
+                add);
         }
     }
 
     __aicore__ inline Matrix<E> semantic_grads(int64_t token, int64_t h) const {
         Matrix<E> m = out_grads_.at(token, h);
-        m.data = m.data[static_cast<uint64_t>(SEMANTIC_CHANNEL * v_.width)];
+        m.data = m.data[SEMANTIC_CHANNEL * v_.width];
         return m;
     }
 
@@ -192,8 +197,8 @@ class FuxiBackward : FuxiStrips<E> {
         scores_products.post(
             k_.at(key, h), q_.at(query, h), {scores_.at(step_, origin), stride}, tile.keys, tile.queries, k_.width, false);
         value_grads_products.post(
-            v_.at(key, h), semantic_grads(query, h), {value_grads_.at(step_, origin), stride}, tile.keys, tile.queries, v_.width,
-            false);
+            v_.at(key, h), semantic_grads(query, h), {value_grads_.at(step_, origin), stride}, tile.keys, tile.queries,
+            v_.width, false);
     }
 
     // The slot of head h, whose pairs are there; those of the next head are begun.
@@ -293,18 +298,18 @@ __aicore__ inline void fuxi_backward(
 
 }  // namespace turbogr::ascend
 
-// One entry for each dtype of q, k, v and their gradients; see the forward kernel. The gradients of tables and of the time function's
-// numbers are float32. The plan is that of blocks of queries, and behind it that of blocks of keys.
-#define TURBOGR_FUXI_BACKWARD(NAME, TYPE)                                                                                       \
-    extern "C" __global__ __aicore__ void NAME(                                                                                 \
-        GM_ADDR gradient, GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR plan, GM_ADDR position_bias, GM_ADDR time_parameters,        \
-        GM_ADDR query_times, GM_ADDR key_times, GM_ADDR edges, GM_ADDR grad_q, GM_ADDR grad_k, GM_ADDR grad_v,                  \
-        GM_ADDR grad_position_bias, GM_ADDR grad_time_parameters, GM_ADDR workspace, GM_ADDR tiling                             \
-    ) {                                                                                                                         \
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);                                                                      \
-        turbogr::ascend::fuxi_backward<TYPE>(                                                                                   \
-            gradient, q, k, v, plan, {position_bias, time_parameters, query_times, key_times, edges},                           \
-            {grad_q, grad_k, grad_v, grad_position_bias, grad_time_parameters}, workspace, tiling);                             \
+// One entry for each dtype of q, k, v and their gradients; see the forward kernel. The gradients of tables and of the time
+// function's numbers are float32. The plan is that of blocks of queries, and behind it that of blocks of keys.
+#define TURBOGR_FUXI_BACKWARD(NAME, TYPE)                                                                                      \
+    extern "C" __global__ __aicore__ void NAME(                                                                                \
+        GM_ADDR gradient, GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR plan, GM_ADDR position_bias, GM_ADDR time_parameters,       \
+        GM_ADDR query_times, GM_ADDR key_times, GM_ADDR edges, GM_ADDR grad_q, GM_ADDR grad_k, GM_ADDR grad_v,                 \
+        GM_ADDR grad_position_bias, GM_ADDR grad_time_parameters, GM_ADDR workspace, GM_ADDR tiling                            \
+    ) {                                                                                                                        \
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);                                                                     \
+        turbogr::ascend::fuxi_backward<TYPE>(                                                                                  \
+            gradient, q, k, v, plan, {position_bias, time_parameters, query_times, key_times, edges},                          \
+            {grad_q, grad_k, grad_v, grad_position_bias, grad_time_parameters}, workspace, tiling);                            \
     }
 
 TURBOGR_FUXI_BACKWARD(jagged_fuxi_attention_backward_float, float)

@@ -1,5 +1,5 @@
-// Kernel side: position and time weights of square tiles of pairs, which all heads share, and the gradients of what they are made
-// of. A square has a key in each row and a query in each column (common/position_rows.h, common/time_pairs.h).
+// Kernel side: position and time weights of square tiles of pairs, which all heads share, and the gradients of what they are
+// made of. A square has a key in each row and a query in each column (common/position_rows.h, common/time_pairs.h).
 #pragma once
 
 #include "kernel_operator.h"
@@ -94,7 +94,7 @@ class PairWeights {
     __aicore__ inline const TimeFunction& function() const { return function_; }
 
   private:
-    __aicore__ inline AscendC::LocalTensor<float> strip(int64_t i) const { return scratch_[static_cast<uint32_t>(i * strip_)]; }
+    __aicore__ inline AscendC::LocalTensor<float> strip(int64_t i) const { return scratch_[i * strip_]; }
 
     const FuxiTiling* tiling_;
     int64_t strip_;

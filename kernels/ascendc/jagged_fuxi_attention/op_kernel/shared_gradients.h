@@ -1,5 +1,6 @@
-// Kernel side: gradients of the position table and of the time table or function. Every core has sums of its own; behind a SyncAll
-// they are added up in the cores' order, so that the result depends on how many cores there are, but not on which comes first.
+// Kernel side: gradients of the position table and of the time table or function. Every core has sums of its own; behind a
+// SyncAll they are added up in the cores' order, so that the result depends on how many cores there are, but not on which comes
+// first.
 #pragma once
 
 #include "kernel_operator.h"
@@ -50,18 +51,21 @@ class SharedGradients {
 
     // Gradients of a square's position weights, strip after strip; then `add_positions` of the whole square.
     __aicore__ inline void keep_positions(const AscendC::LocalTensor<float>& grads, int64_t first, int64_t rows) {
-        AscendC::DataCopy(tile_[static_cast<uint32_t>(first * TILE)], grads, static_cast<uint32_t>(rows * TILE));
+        AscendC::DataCopy(tile_[first * TILE], grads, static_cast<uint32_t>(rows * TILE));
     }
-    __aicore__ inline void add_positions(const PairTile& square) { distances_.add(tile_, square.keys, square.query - square.key); }
+    __aicore__ inline void add_positions(const PairTile& square) {
+        distances_.add(tile_, square.keys, square.query - square.key);
+    }
 
-    // Gradients of the time weights of rows first ... first + rows of a square. scratch: that of the weights; work: one more strip.
+    // Gradients of the time weights of rows first ... first + rows of a square. scratch: that of the weights; work: one more
+    // strip.
     __aicore__ inline void add_times(
         PairWeights& weights, const AscendC::LocalTensor<float>& grads, const AscendC::LocalTensor<float>& scratch,
         const AscendC::LocalTensor<float>& work, int64_t first, int64_t rows
     ) {
         if (tiling_->time_kind == TIME_FUNCTION) {
             const TimeFunctionParts parts = weights.function_parts(work, first, rows);
-            function_.add(grads, parts, scratch, scratch[static_cast<uint32_t>(strip_)], rows);
+            function_.add(grads, parts, scratch, scratch[strip_], rows);
         } else {
             weights.offset_strip(work, first, rows);
             buckets_.add(grads, work, rows * TILE, scratch, strip_, mask_);
@@ -112,7 +116,7 @@ class SharedGradients {
             in.FreeTensor(x);
         }
         LocalTensor<float> y = out.template AllocTensor<float>();
-        WholeReduceSum(y, sum, static_cast<int32_t>(TILE), numbers, 1, 1, static_cast<int32_t>(TILE / COPIES));
+        WholeReduceSum(y, sum, TILE, numbers, 1, 1, static_cast<int32_t>(TILE / COPIES));
         fence<HardEvent::V_S>(pipe_);
         for (uint32_t i = 0; i < FUNCTION_NUMBERS; i++) y.SetValue(i, y.GetValue(i) * function.factor(i));
         fence<HardEvent::S_MTE3>(pipe_);

@@ -1,5 +1,5 @@
-// Kernel side: FuXi-gamma's weight of a time difference, amplitude * decay^((gap / unit)^exponent), on the vector unit, and sums for
-// the gradient of its three numbers. kernels/cpu/time_function.h is the same for CPUs.
+// Kernel side: FuXi-gamma's weight of a time difference, amplitude * decay^((gap / unit)^exponent), on the vector unit, and
+// sums for the gradient of its three numbers. kernels/cpu/time_function.h is the same for CPUs.
 #pragma once
 
 #include "kernel_operator.h"
@@ -21,7 +21,7 @@ class TimeFunction {
         inverse_unit_ = inverse_unit;
         constexpr int64_t room = COPY_ELEMENTS<float>;
         pipe->InitBuffer(buffer_, static_cast<uint32_t>(2 * COPY_BYTES));
-        const auto given = buffer_.Get<float>(), logs = given[static_cast<uint32_t>(room)];
+        const auto given = buffer_.Get<float>(), logs = given[room];
         AscendC::GlobalTensor<float> from;
         from.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(numbers), static_cast<uint64_t>(FUNCTION_NUMBERS));
         load_rows(given, room, from, 0, 1, FUNCTION_NUMBERS);
@@ -40,7 +40,9 @@ class TimeFunction {
     __aicore__ inline float amplitude() const { return amplitude_; }
 
     // parts.decayed holds time differences, whole numbers; the parts take their places.
-    __aicore__ inline void evaluate(const TimeFunctionParts& parts, const AscendC::LocalTensor<float>& scratch, int32_t n) const {
+    __aicore__ inline void evaluate(
+        const TimeFunctionParts& parts, const AscendC::LocalTensor<float>& scratch, int32_t n
+    ) const {
         using namespace AscendC;
         const LocalTensor<float>&gap = parts.decayed, &some = scratch;
         Abs(gap, gap, n);
@@ -107,11 +109,11 @@ class FunctionSums {
     __aicore__ inline void add_rows(int64_t number, const AscendC::LocalTensor<float>& x, int64_t rows) {
         while (rows > 1) {
             const int64_t half = ceil_divide(rows, 2);
-            AscendC::Add(x, x, x[static_cast<uint32_t>(half * TILE)], static_cast<int32_t>((rows - half) * TILE));
+            AscendC::Add(x, x, x[half * TILE], static_cast<int32_t>((rows - half) * TILE));
             rows = half;
         }
-        const auto sum = sums_[static_cast<uint32_t>(number * TILE)];
-        AscendC::Add(sum, sum, x, static_cast<int32_t>(TILE));
+        const auto sum = sums_[number * TILE];
+        AscendC::Add(sum, sum, x, TILE);
     }
 
     AscendC::TPipe* pipe_;
