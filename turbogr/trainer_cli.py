@@ -23,6 +23,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 # Imported so that their short names ("SASRec", "Timeline") are accepted where a class path is.
 import turbogr.callbacks.collisions
 import turbogr.callbacks.load_balance
+import turbogr.callbacks.logit_sharing
+import turbogr.callbacks.negative_offload
+import turbogr.callbacks.negative_quantization
 import turbogr.callbacks.timeline
 import turbogr.models.fuxi
 import turbogr.models.sasrec  # noqa: F401
