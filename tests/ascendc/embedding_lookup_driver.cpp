@@ -115,16 +115,17 @@ namespace {
 struct Listed {
     const int64_t* starts;
     int64_t at(int64_t row) const { return starts[row]; }
+    void near(int64_t, int64_t) const {}
 };
 
 }  // namespace
 
 // parts [cores, 8]: empty, first row, last row, first and last position, resumes, stops, the first core of the first row.
 extern "C" void sum_parts(const int64_t* starts, int64_t rows, int64_t cores, int64_t* parts) {
-    const Listed listed{starts};
+    Listed listed{starts};
     for (int64_t c = 0; c < cores; c++) {
         const SumPart p = sum_part(listed, rows, cores, c);
-        const int64_t first = p.empty || !p.resumes ? c : first_core_of(listed, rows, cores, c, p.first_row);
+        const int64_t first = p.empty || !p.resumes ? c : first_core_of(p, cores, c);
         const int64_t found[] = {p.empty, p.first_row, p.last_row, p.first, p.last, p.resumes, p.stops, first};
         std::copy(std::begin(found), std::end(found), parts + 8 * c);
     }

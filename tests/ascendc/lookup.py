@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.ascendc.build import Counters, driver
+from tests.ascendc.hstu import DTYPES, TOLERANCES
 
 DRIVER = "embedding_lookup_driver"
-
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-"""At most this fraction of differences may be larger than it."""
-
-DTYPES = list(TOLERANCES)
 
 
 class Problem(ctypes.Structure):

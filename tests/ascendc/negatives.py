@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ascendc.build import Counters, driver
-from tests.ascendc.lookup import DTYPES
+from tests.ascendc.hstu import DTYPES
 from turbogr.ops.negative_logits import negative_logits_reference
 
 DRIVER = "negative_logits_driver"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.ascendc import lookup, negatives
 from tests.ascendc.build import driver
+from tests.ascendc.hstu import DTYPES
 from tests.ops.test_embedding_lookup import CASES
 from tests.ops.test_negative_logits import SHAPES
 
@@ -134,7 +135,7 @@ def test_what_the_kernels_take_is_what_the_tiling_says():
     gradient = torch.ones(209, 50)
     # The numbers of the starts are counted, too.
     assert lookup.backward(batch, gradient)[1].peak_local_bytes == sizes["backward_bytes"]
-    for dtype in lookup.DTYPES:
+    for dtype in DTYPES:
         case = negatives.case_of(40, 7, 33, 30, dtype)
         sizes = sizes_of("negative_sizes", negatives.DRIVER, case.problem(7, 1))
         assert negatives.forward(case)[1].peak_local_bytes == sizes["forward_bytes"]

@@ -6,11 +6,15 @@ from itertools import cycle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.ascendc import lookup
 from tests.ascendc.build import StandInError
-from tests.ascendc.lookup import DTYPES, TOLERANCES, fraction_off
+from tests.ascendc.hstu import DTYPES, TOLERANCES
+from tests.ascendc.lookup import fraction_off
+from tests.ascendc.lookup_counters import expanded
 from tests.ascendc.negatives import Case, backward, case_of, forward
+from tests.ascendc.test_embedding_lookup import SEARCH
 from tests.ops.test_negative_logits import SHAPES
 
 CORES = [1, 2, 7, 24]
@@ -50,6 +54,24 @@ def test_every_number_of_cores_in_any_order(shape, cores):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_widths_around_a_vector(width, dtype):
     check(case_of(12, 9, width, 20, dtype), 7, seed=3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(0, 60),
+    samples=st.integers(0, 70),
+    width=st.integers(1, 140),
+    rows=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    cores=st.integers(1, 30),
+)
+def test_any_shape_equals_the_reference(tokens, samples, width, rows, dtype, cores):
+    case = case_of(tokens, samples, width, rows, dtype)
+    gradient = gradient_of(case)
+    actual = forward(case, cores)[0], *backward(case, gradient, cores)[:2]
+    for x, y in zip(actual, case.expected(gradient), strict=True):
+        # Too few numbers for a fraction of them.
+        torch.testing.assert_close(x.double(), y, atol=2 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
 
 
 def test_a_wrong_sample_is_noticed():
@@ -113,26 +135,20 @@ def test_forward_moves_every_row_once_and_nothing_larger():
 
 def test_traffic_against_expanded_rows():
     """The naive way: rows gathered to [T, R, D] in global memory, products with these; both by the same kernels."""
-    tokens, samples, width, cores = 60, 40, 64, 24
+    tokens, samples, width, cores = 60, 40, 64, CORES[-1]
     case = case_of(tokens, samples, width, 500)
     gradient = gradient_of(case)
-    flat, pairs = case.index.flatten(), tokens * samples
-    gathered, gather = lookup.forward(lookup.Batch([case.rows], flat, torch.tensor([0, pairs])), cores)
-    logits, products = forward(Case(case.output, gathered, torch.arange(pairs).view(tokens, samples)), cores)
+    pairs = tokens * samples
+    (logits, of_gathered), there, back = expanded(case, gradient)
     expected, fused = forward(case, cores)
-    assert torch.equal(logits, expected)
-    assert gather.bytes_global + products.bytes_global > 2.8 * fused.bytes_global
-
-    # Backward: gradients of the gathered rows, [T, R, D], and then their sums by row.
-    expanded = Case(case.output, gathered, torch.arange(pairs).view(tokens, samples))
-    _, outer, spread = backward(expanded, gradient, cores)
-    (summed,), sums = lookup.backward(lookup.Batch([case.rows], flat, torch.tensor([0, pairs])), outer, cores)
     _, of_rows, once = backward(case, gradient, cores)
-    torch.testing.assert_close(summed, of_rows)
-    assert gather.bytes_global + spread.bytes_global + sums.bytes_global > 2.5 * once.bytes_global
+    assert torch.equal(logits, expected)
+    torch.testing.assert_close(of_gathered, of_rows)
+    assert sum(x.bytes_global for x in there) > 2.8 * fused.bytes_global
+    assert sum(x.bytes_global for x in back) > 2.5 * once.bytes_global
     assert once.atomic_elements == 0
     row = width * 4
-    most = 2 * pairs * (8 + 4 + row) + 500 * 8 + 2 * 2 * cores * (row + 8)
+    most = 2 * pairs * (8 + 4 + row) + 500 * 8 + 2 * 2 * cores * row + cores * SEARCH
     assert once.bytes_global_to_local <= most
     assert once.bytes_local_to_global <= (tokens + 500) * row + 2 * 2 * cores * row
 

@@ -38,8 +38,9 @@ class Numbers {
         first_ = count_ = 0;
     }
 
+    __aicore__ inline bool has(int64_t i) const { return i >= first_ && i < first_ + count_; }
     __aicore__ inline Read at(int64_t i) {
-        if (i < first_ || i >= first_ + count_) load(i);
+        if (!has(i)) load(i);
         if constexpr (CASTS) return cast_.template Get<Read>().GetValue(static_cast<uint32_t>(i - first_));
         else return stored_.template Get<T>().GetValue(static_cast<uint32_t>(i - first_));
     }
@@ -52,7 +53,7 @@ class Numbers {
         const auto stored = stored_.template Get<T>();
         if constexpr (CASTS) fence<HardEvent::V_MTE2>(pipe_);
         else fence<HardEvent::S_MTE2>(pipe_);
-        load_rows(stored, round_up(count_, COPY_ELEMENTS<T>), all_[static_cast<uint64_t>(i)], 0, 1, count_);
+        load_rows(stored, round_up(count_, COPY_ELEMENTS<T>), all_[i], 0, 1, count_);
         if constexpr (CASTS) {
             fence<HardEvent::MTE2_V>(pipe_);
             fence<HardEvent::S_V>(pipe_);
@@ -102,7 +103,7 @@ class RowBlocks {
         for (int64_t i = 0; i < count; i++) {
             const int64_t row = numbers.at(first + i);
             if (row < 0 || row >= limit) AscendC::Trap();
-            load_rows(to[static_cast<uint32_t>(i * pitch)], pitch, from[static_cast<uint64_t>(row * width)], width, 1, width);
+            load_rows(to[i * pitch], pitch, from[row * width], width, 1, width);
         }
     }
 

@@ -17,6 +17,7 @@ namespace turbogr::ascend {
 struct SumPart {
     int64_t first_row, last_row;  // the row of the first item, and of the item behind the last one (`rows` if there is none)
     int64_t first, last;          // positions
+    int64_t items, row_item;      // of all cores together; the item with which first_row begins
     bool resumes;                 // earlier cores have items of first_row
     bool stops;                   // later cores have items of last_row, and this one has some
     bool empty;
@@ -25,12 +26,12 @@ struct SumPart {
     TURBOGR_SHARED bool completes() const { return resumes && first_row < last_row; }
 };
 
-// The row of an item: the last one that begins at or before it. `starts.at(row)` for 0 <= row <= rows.
+// The row of an item, between `low` and `high`: the last one that begins at or before it. `starts.at(row)` for 0 <= row <= rows;
+// `starts.near(low, high)` says what will be asked for from here on.
 template <class Starts>
-TURBOGR_SHARED int64_t row_of_item(const Starts& starts, int64_t rows, int64_t item) {
-    const int64_t base = starts.at(0);
-    int64_t low = 0, high = rows;
+TURBOGR_SHARED int64_t row_of_item(Starts& starts, int64_t base, int64_t low, int64_t high, int64_t item) {
     while (low < high) {
+        starts.near(low, high);
         const int64_t middle = (low + high + 1) / 2;
         if (starts.at(middle) - base + middle <= item) low = middle;
         else high = middle - 1;
@@ -39,31 +40,34 @@ TURBOGR_SHARED int64_t row_of_item(const Starts& starts, int64_t rows, int64_t i
 }
 
 template <class Starts>
-TURBOGR_SHARED SumPart sum_part(const Starts& starts, int64_t rows, int64_t cores, int64_t core) {
+TURBOGR_SHARED SumPart sum_part(Starts& starts, int64_t rows, int64_t cores, int64_t core) {
     const int64_t base = starts.at(0), items = starts.at(rows) - base + rows;
     const int64_t begin = even_cut(items, cores, core), end = even_cut(items, cores, core + 1);
     SumPart p{};
+    p.items = items;
     p.empty = begin == end;
     if (p.empty) return p;
-    p.first_row = row_of_item(starts, rows, begin);
-    p.last_row = row_of_item(starts, rows, end);
+    // Every row has an item at least.
+    p.first_row = row_of_item(starts, base, 0, smaller(rows, begin), begin);
+    const int64_t first_start = starts.at(p.first_row);
+    p.last_row = row_of_item(starts, base, p.first_row, smaller(rows, p.first_row + end - begin), end);
     p.first = begin - p.first_row + base;
     p.last = end - p.last_row + base;
-    p.resumes = p.first > starts.at(p.first_row);
+    p.row_item = first_start - base + p.first_row;
+    p.resumes = begin > p.row_item;
     p.stops = p.last_row < rows && p.last > starts.at(p.last_row);
     return p;
 }
 
-// The first core with an item of `row`, for a core that resumes it.
-template <class Starts>
-TURBOGR_SHARED int64_t first_core_of(const Starts& starts, int64_t rows, int64_t cores, int64_t core, int64_t row) {
-    const int64_t base = starts.at(0), items = starts.at(rows) - base + rows, begin = starts.at(row) - base + row;
-    while (even_cut(items, cores, core) > begin) core--;
+// The first core with an item of the first row of `core`.
+TURBOGR_SHARED int64_t first_core_of(const SumPart& part, int64_t cores, int64_t core) {
+    while (even_cut(part.items, cores, core) > part.row_item) core--;
     return core;
 }
 
-// Where parts of shared rows wait: two rows of floats a core, in global memory.
-constexpr int64_t SHARED_ROWS = 2;
+// Where parts of shared rows wait, in global memory: two rows of floats a core, twice, because a core may begin the next sum while
+// another still completes the last one.
+constexpr int64_t SHARED_ROWS = 2, SHARED_SUMS = 2;
 
 struct SumTiling {
     int32_t width, pitch;    // columns of a row, and the distance of rows in local memory
@@ -72,8 +76,11 @@ struct SumTiling {
 };
 
 constexpr int64_t SUM_NUMBERS = 1024, SUM_MOST_ROWS = 64, SUM_MOST_WIDTH = 4096;
+constexpr int64_t SEARCH_NUMBERS = 128;  // starts that a search reads one by one from global memory only while there are more
 
-TURBOGR_SHARED int64_t shared_rows_bytes(const SumTiling& t, int64_t cores) { return cores * SHARED_ROWS * t.pitch * 4; }
+inline int64_t sum_workspace_bytes(const SumTiling& t, int64_t cores) {
+    return round_up(SHARED_SUMS * cores * SHARED_ROWS * t.pitch * 4, GLOBAL_BYTES);
+}
 
 // Bytes of local memory that SegmentSums asks for.
 inline int64_t sum_local_bytes(const SumTiling& t, int64_t element_bytes, bool weighted) {

@@ -38,12 +38,9 @@ inline int64_t lookup_local_bytes(const LookupTiling& t, int64_t element_bytes) 
     return 2 * t.block_rows * t.sums.pitch * element_bytes + t.numbers * 8;
 }
 
-// Bytes of the kernel's own workspace: rows that cores share, for each table.
-TURBOGR_SHARED int64_t lookup_table_workspace(const LookupTiling& t) {
-    return round_up(shared_rows_bytes(t.sums, t.cores), GLOBAL_BYTES);
-}
+// Bytes of the kernel's own workspace: rows that cores share.
 inline int64_t lookup_workspace_bytes(const LookupTiling& t, bool backward) {
-    return backward ? t.tables * lookup_table_workspace(t) : 0;
+    return backward ? sum_workspace_bytes(t.sums, t.cores) : 0;
 }
 
 // Fills the tiling of both kernels. Returns null, or what is wrong.

@@ -42,7 +42,7 @@ class LookupForward {
         RowBlocks<E, 2>::fetch(block, pitch, table, ids_, first, count, width, rows);
         blocks_.EnQue(block);
         block = blocks_.template DeQue<E>();
-        store_rows(out_[static_cast<uint64_t>(first * width)], width, block, pitch, count, width);
+        store_rows(out_[first * width], width, block, pitch, count, width);
         blocks_.FreeTensor(block);
     }
 
@@ -67,12 +67,13 @@ __aicore__ inline void lookup_forward(GM_ADDR tables, GM_ADDR ids, GM_ADDR out, 
 }  // namespace turbogr::ascend
 
 // One entry for each dtype of tables and out. `tables` is int64 [K, 5], LookupTable after LookupTable; ids are int64 [N].
-#define TURBOGR_LOOKUP_FORWARD(NAME, TYPE)                                                                  \
-    extern "C" __global__ __aicore__ void NAME(                                                             \
-        GM_ADDR tables, GM_ADDR ids, GM_ADDR out, [[maybe_unused]] GM_ADDR workspace, GM_ADDR tiling        \
-    ) {                                                                                                     \
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                     \
-        turbogr::ascend::lookup_forward<TYPE>(tables, ids, out, tiling);                                    \
+#define TURBOGR_LOOKUP_FORWARD(NAME, TYPE)                                                                             \
+    extern "C" __global__ __aicore__ void NAME(                                                                        \
+        GM_ADDR tables, GM_ADDR ids, GM_ADDR out, GM_ADDR workspace, GM_ADDR tiling                                    \
+    ) {                                                                                                                \
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                                \
+        (void)workspace;                                                                                               \
+        turbogr::ascend::lookup_forward<TYPE>(tables, ids, out, tiling);                                               \
     }
 
 TURBOGR_LOOKUP_FORWARD(jagged_embedding_lookup_float, float)

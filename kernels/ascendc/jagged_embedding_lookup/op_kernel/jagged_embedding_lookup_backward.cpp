@@ -16,12 +16,11 @@ class LookupBackward {
         GM_ADDR workspace
     ) {
         t_ = tiling;
-        workspace_ = workspace;
         tables_.init(tables, t_.tables);
         gradient_.SetGlobalBuffer(reinterpret_cast<__gm__ E*>(gradient), static_cast<uint64_t>(t_.ids * t_.sums.width));
         order_.SetGlobalBuffer(reinterpret_cast<__gm__ int64_t*>(order), static_cast<uint64_t>(t_.ids));
         starts_.init(pipe, starts, t_.rows + 1, t_.sums.numbers);
-        sums_.init(pipe, t_.sums, t_.cores);
+        sums_.init(pipe, t_.sums, t_.cores, workspace);
     }
 
     // Table after table, each spread over all cores.
@@ -30,33 +29,22 @@ class LookupBackward {
             const LookupTable table = tables_.table(k);
             if (table.address == 0) continue;
             starts_.open(table.first_row);
-            sums_.run(summed(table, k), starts_);
-        }
-        all_cores_are_here();
-        for (int64_t k = 0; k < t_.tables; k++) {
-            const LookupTable table = tables_.table(k);
-            if (table.address == 0) continue;
-            starts_.open(table.first_row);
-            sums_.complete(summed(table, k), starts_);
+            sums_.run(summed(table), starts_);
         }
     }
 
   private:
-    __aicore__ inline Summed<E> summed(const LookupTable& table, int64_t k) const {
+    __aicore__ inline Summed<E> summed(const LookupTable& table) const {
         Summed<E> s;
         s.source = gradient_;
         s.source_rows = t_.ids;
         s.index = order_;
         s.result = rows_of<E>(table, t_.sums.width);
         s.rows = table.rows;
-        s.shared.SetGlobalBuffer(
-            reinterpret_cast<__gm__ float*>(workspace_ + k * lookup_table_workspace(t_)),
-            static_cast<uint64_t>(shared_rows_bytes(t_.sums, t_.cores) / 4));
         return s;
     }
 
     LookupTiling t_;
-    GM_ADDR workspace_;
     LookupTables tables_;
     AscendC::GlobalTensor<E> gradient_;
     AscendC::GlobalTensor<int64_t> order_;

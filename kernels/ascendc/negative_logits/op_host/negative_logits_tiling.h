@@ -34,12 +34,9 @@ inline int64_t negative_local_bytes(const NegativeTiling& t, int64_t element_byt
     return bytes + round_up(t.block_rows * 4, COPY_BYTES) + 2 * logits * element_bytes + t.numbers * 8;
 }
 
-// Bytes of the kernel's own workspace: rows that cores share, of both gradients.
-TURBOGR_SHARED int64_t negative_sum_workspace(const NegativeTiling& t) {
-    return round_up(shared_rows_bytes(t.sums, t.cores), GLOBAL_BYTES);
-}
+// Bytes of the kernel's own workspace: rows that cores share.
 inline int64_t negative_workspace_bytes(const NegativeTiling& t, bool backward) {
-    return backward ? 2 * negative_sum_workspace(t) : 0;
+    return backward ? sum_workspace_bytes(t.sums, t.cores) : 0;
 }
 
 // Fills the tiling of both kernels. Returns null, or what is wrong.

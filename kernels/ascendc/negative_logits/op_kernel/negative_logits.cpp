@@ -55,7 +55,7 @@ class NegativeForward {
     // The outputs of token_ and those behind it.
     __aicore__ inline void take_tokens() {
         const int64_t count = smaller(t_.block_rows, end_token_ - token_);
-        tokens_.ask(output_[static_cast<uint64_t>(token_ * t_.sums.width)], count, t_.sums.width);
+        tokens_.ask(output_[token_ * t_.sums.width], count, t_.sums.width);
         outputs_ = tokens_.take(count);
         first_token_ = token_;
         last_token_ = token_ + count;
@@ -67,9 +67,9 @@ class NegativeForward {
         const auto products = products_.Get<float>(), dots = dots_.Get<float>();
         for (int64_t i = 0; i < count; i++) {
             if (first + i == token_end_) next_token();
-            const auto x = rows[static_cast<uint32_t>(i * t_.sums.pitch)];
-            const auto y = outputs_[static_cast<uint32_t>((token_ - first_token_) * t_.sums.pitch)];
-            fold(products[static_cast<uint32_t>(i * t_.lane_pitch)], x, y);
+            const auto x = rows[i * t_.sums.pitch];
+            const auto y = outputs_[(token_ - first_token_) * t_.sums.pitch];
+            fold(products[i * t_.lane_pitch], x, y);
         }
         sampled_.give_back();
         // One call adds up all rows' products.
@@ -80,7 +80,7 @@ class NegativeForward {
         to_elements(logits, dots, count);
         written_.EnQue(logits);
         logits = written_.template DeQue<E>();
-        store_rows(logits_[static_cast<uint64_t>(first)], count, logits, round_up(count, COPY_ELEMENTS<E>), 1, count);
+        store_rows(logits_[first], count, logits, round_up(count, COPY_ELEMENTS<E>), 1, count);
         written_.FreeTensor(logits);
     }
 
@@ -131,12 +131,13 @@ __aicore__ inline void negative_forward(GM_ADDR output, GM_ADDR rows, GM_ADDR in
 }  // namespace turbogr::ascend
 
 // One entry for each dtype of output, rows and logits. The index is int64 [T, R].
-#define TURBOGR_NEGATIVE_FORWARD(NAME, TYPE)                                                                                  \
-    extern "C" __global__ __aicore__ void NAME(                                                                               \
-        GM_ADDR output, GM_ADDR rows, GM_ADDR index, GM_ADDR logits, [[maybe_unused]] GM_ADDR workspace, GM_ADDR tiling       \
-    ) {                                                                                                                       \
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                                       \
-        turbogr::ascend::negative_forward<TYPE>(output, rows, index, logits, tiling);                                         \
+#define TURBOGR_NEGATIVE_FORWARD(NAME, TYPE)                                                                           \
+    extern "C" __global__ __aicore__ void NAME(                                                                        \
+        GM_ADDR output, GM_ADDR rows, GM_ADDR index, GM_ADDR logits, GM_ADDR workspace, GM_ADDR tiling                 \
+    ) {                                                                                                                \
+        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);                                                                \
+        (void)workspace;                                                                                               \
+        turbogr::ascend::negative_forward<TYPE>(output, rows, index, logits, tiling);                                  \
     }
 
 TURBOGR_NEGATIVE_FORWARD(negative_logits_float, float)

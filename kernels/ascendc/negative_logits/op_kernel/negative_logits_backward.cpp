@@ -31,24 +31,20 @@ class NegativeBackward {
         matrix(of_output_.result, a.output_gradient, of_output_.rows, t_.tokens);
         list(of_output_.index, a.index, pairs);
         list(of_output_.weights, a.gradient, pairs);
-        list(of_output_.shared, workspace, shared_rows_bytes(t_.sums, t_.cores) / 4);
         // rows_gradient[u] = sum over the pairs (t, r) that drew u, in their order, of gradient[t, r] * output[t]
         matrix(of_rows_.source, a.output, of_rows_.source_rows, t_.tokens);
         matrix(of_rows_.result, a.rows_gradient, of_rows_.rows, t_.rows);
         list(of_rows_.index, a.tokens, pairs);
         list(of_rows_.weights, a.weights, pairs);
-        list(of_rows_.shared, workspace + negative_sum_workspace(t_), shared_rows_bytes(t_.sums, t_.cores) / 4);
         starts_.init(pipe, a.starts, t_.rows + 1, t_.sums.numbers);
-        sums_.init(pipe, t_.sums, t_.cores);
+        starts_.open(0);
+        sums_.init(pipe, t_.sums, t_.cores, workspace);
     }
 
     __aicore__ inline void run() {
         EqualStarts every_token{t_.samples};
         sums_.run(of_output_, every_token);
         sums_.run(of_rows_, starts_);
-        all_cores_are_here();
-        sums_.complete(of_output_, every_token);
-        sums_.complete(of_rows_, starts_);
     }
 
   private:
