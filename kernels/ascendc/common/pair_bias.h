@@ -99,7 +99,8 @@ class PairBias {
     PositionRows rows_;
     TimePairs pairs_;
     AscendC::LocalTensor<float> scratch_, bias_, table_, offsets_;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> bias_buffer_, table_buffer_, offsets_buffer_;
+    AscendC::TBuf<AscendC::TPosition::VECIN> table_buffer_;
+    AscendC::TBuf<AscendC::TPosition::VECCALC> bias_buffer_, offsets_buffer_;
 };
 
 }  // namespace turbogr::ascend

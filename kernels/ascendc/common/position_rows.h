@@ -56,7 +56,7 @@ class PositionRows {
     AscendC::TPipe* pipe_;
     int64_t count_;
     AscendC::GlobalTensor<float> table_;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> buffer_;
+    AscendC::TBuf<AscendC::TPosition::VECIN> buffer_;
     AscendC::LocalTensor<float> pieces_;
 };
 

@@ -155,7 +155,8 @@ class TimePairs {
     AscendC::TPipe* pipe_;
     Bucketing buckets_;
     AscendC::GlobalTensor<uint32_t> query_times_, key_times_;  // two words a time
-    AscendC::TBuf<AscendC::TPosition::VECCALC> words_buffer_, limbs_buffer_, edges_buffer_;
+    AscendC::TBuf<AscendC::TPosition::VECIN> words_buffer_, edges_buffer_;
+    AscendC::TBuf<AscendC::TPosition::VECCALC> limbs_buffer_;
     AscendC::LocalTensor<uint32_t> query_words_, key_words_, low_, high_, middle_, bits_;
     AscendC::LocalTensor<int32_t> first_words_, places_;
     AscendC::LocalTensor<float> limbs_[3], edges_[3];
@@ -216,7 +217,8 @@ class BucketSums {
   private:
     AscendC::TPipe* pipe_;
     int64_t count_;
-    AscendC::TBuf<AscendC::TPosition::VECCALC> sums_buffer_, range_buffer_;
+    AscendC::TBuf<AscendC::TPosition::VECOUT> sums_buffer_;
+    AscendC::TBuf<AscendC::TPosition::VECCALC> range_buffer_;
     AscendC::LocalTensor<float> sums_, range_;
 };
 
