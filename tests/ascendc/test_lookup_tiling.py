@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import ctypes
 
 import pytest
@@ -140,3 +141,16 @@ def test_what_the_kernels_take_is_what_the_tiling_says():
         sizes = sizes_of("negative_sizes", negatives.DRIVER, case.problem(7, 1))
         assert negatives.forward(case)[1].peak_local_bytes == sizes["forward_bytes"]
         assert negatives.backward(case, torch.ones(40, 7, dtype=dtype))[2].peak_local_bytes == sizes["backward_bytes"]
+
+
+@pytest.mark.parametrize("cores", [24, 48])
+def test_real_popularity_is_balanced(cores, shared_data):
+    """Of the videos that KuaiRand's users rated: a few are asked for often, most of them rarely."""
+    (path,) = (shared_data / "kuairand-27k-sample").glob("log_standard*.csv")
+    with path.open() as file:
+        videos = torch.tensor([int(row["video_id"]) for row in csv.DictReader(file)])
+    counts = videos.unique(return_counts=True)[1]
+    check_sums(counts.tolist(), cores)
+    # Negative control: as many rows to each core.
+    loads = torch.stack([x.sum() + len(x) for x in counts.tensor_split(cores)]).double()
+    assert loads.max() > 1.05 * loads.mean()
