@@ -1,11 +1,10 @@
 #include "attention.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 
+#include "../ascendc/common/bucket_edges.h"
 #include "host_offsets.h"
-#include "launch.h"
+#include "kernel_library.h"
 
 namespace turbogr::npu {
 
@@ -39,6 +38,13 @@ std::vector<int64_t> Attention::checked_offsets() const {
     return values;
 }
 
+void Attention::check_gradient(const at::Tensor& gradient, int64_t channels) const {
+    const std::vector<int64_t> shape{tokens(), heads(), channels * v.size(2)};
+    TORCH_CHECK_VALUE(
+        gradient.sizes() == c10::IntArrayRef(shape) && gradient.scalar_type() == v.scalar_type(), name, ": the gradient is ",
+        v.scalar_type(), " ", shape, "; got ", gradient.scalar_type(), " ", gradient.sizes());
+}
+
 std::vector<int32_t> Attention::plan(
     const std::vector<int64_t>& offsets, int64_t cores, std::initializer_list<ascend::BlockOf> kinds) const {
     std::vector<int32_t> all;
@@ -50,6 +56,8 @@ std::vector<int32_t> Attention::plan(
     return all;
 }
 
+int64_t attention_cores() { return 2 * platform().cube_cores; }
+
 Table as_float(const Table& table) { return table.has_value() ? Table(table->to(at::kFloat)) : table; }
 
 at::Tensor gradient_of(const Table& table, const at::Tensor& like) {
@@ -58,6 +66,11 @@ at::Tensor gradient_of(const Table& table, const at::Tensor& like) {
 
 at::Tensor in_dtype_of(const Table& table, const at::Tensor& gradient) {
     return table.has_value() ? gradient.to(table->scalar_type()) : gradient;
+}
+
+std::vector<float> bucket_edges(const Attention& x, int64_t buckets) {
+    if (buckets == 0) return {};
+    return ascend::bucket_edges(ascend::bucket_thresholds(buckets, x.time_unit, x.time_divisor));
 }
 
 }  // namespace turbogr::npu

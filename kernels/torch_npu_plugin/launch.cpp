@@ -69,9 +69,9 @@ void Launch::run(const void* tiling, size_t count, int64_t workspace, int64_t bl
     const auto launch = entry(kernel_);
     launches++;
     // The tensors live until the launch is on the stream; after that the allocator keeps their memory for what is on the stream.
-    enqueue(device_, kernel_, [launch, blocks, numbers, kept = std::move(arguments_)](void* stream) {
+    enqueue(device_, kernel_, [launch, blocks, numbers, arguments = std::move(arguments_), kept = std::move(kept_)](void* stream) {
         std::vector<void*> addresses;
-        for (const auto& x : kept) {
+        for (const auto& x : arguments) {
             void* const address = x.tensor.defined() ? x.tensor.data_ptr() : nullptr;
             addresses.push_back(x.offset == NOT_OF_THE_HOST ? address : static_cast<uint8_t*>(numbers.data_ptr()) + x.offset);
         }

@@ -26,6 +26,12 @@ public:
         return bytes(values.data(), values.size() * sizeof(T));
     }
 
+    // Tensors that the kernel finds by addresses among the numbers.
+    Launch& keep(const std::vector<at::Tensor>& tensors) {
+        kept_ = tensors;
+        return *this;
+    }
+
     // Workspace and tiling, and the launch on the device's current stream. `workspace` counts bytes of the kernel's own part.
     template <class Tiling>
     void run(const Tiling& tiling, int64_t workspace, int64_t blocks) {
@@ -45,6 +51,7 @@ private:
     std::string kernel_;
     c10::Device device_;
     std::vector<Argument> arguments_;
+    std::vector<at::Tensor> kept_;
     std::vector<uint8_t> host_;
 };
 

@@ -29,13 +29,13 @@ def found():
     return json.loads(run.stdout.splitlines()[-1])
 
 
-OPERATORS = ["jagged_hstu_attention"]
+OPERATORS = ["jagged_hstu_attention", "jagged_fuxi_attention", "jagged_embedding_lookup", "negative_logits"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_equals_the_reference_with_all_gradients_by_kernels(found, operator, dtype):
-    results = [x for x in found["parity"] if x["name"].startswith(f"{operator},") and x["dtype"] == dtype]
+    results = [x for x in found["parity"] if x["name"].partition(",")[0] == operator and x["dtype"] == dtype]
     assert len(results) > 1
     for result in results:
         assert result["share"] < result["tolerance"], result
@@ -76,3 +76,22 @@ def test_offsets_are_copied_to_the_host_once_and_again_when_they_change(found):
 )
 def test_what_is_wrong_is_told(found, what, message):
     assert found["said"][what].replace("turbogr::jagged_hstu_attention: ", "").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("what", "launches"),
+    [
+        ("out", 1),
+        ("out, strided", 1),
+        ("gradient of [True, False]", 2),
+        ("gradient of [False, True]", 2),
+        ("rows in half precision", 0),
+    ],
+)
+def test_particular_rows(found, what, launches):
+    assert found["rows"][what][0] < 1e-4
+    assert found["rows"][what][1] == launches
+
+
+def test_splits_that_fall_are_refused(found):
+    assert found["rows"]["wrong splits"].startswith("ValueError: turbogr::jagged_embedding_lookup: splits rise from 0 to 30")

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,46 +28,57 @@ def build() -> Path:
     root = Path(torch.__file__).parent
     torch_flags = [word for x in ("include", "include/torch/csrc/api/include") for word in ("-isystem", str(root / x))]
     linked = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-    kernel_flags = [*STAND_IN_FLAGS, f"-I{HERE}", f"-I{HOST}", f"-I{kernels_dir() / 'ascendc'}"]
-    plugin, launch = kernels_dir() / "torch_npu_plugin", kernels_dir() / "ascendc" / "launch"
+    ascendc, plugin = kernels_dir() / "ascendc", kernels_dir() / "torch_npu_plugin"
+    kernel_flags = [*STAND_IN_FLAGS, f"-I{HERE}", f"-I{HOST}", f"-I{ascendc}"]
+    of_plugin = [x for x in sorted(plugin.glob("*.cpp")) if x.name != "device_npu.cpp"]
+    of_kernels = [*sorted((ascendc / "launch").glob("*.cpp")), HERE / "platform.cpp"]
+    # Sources, folders of what these include, flags, libraries. What the plugin needs of the device is found when it is loaded.
     parts = {
-        DEVICE: ([HERE / "host_device.cpp"], torch_flags, linked),
-        # What it needs of the device is found when it is loaded.
-        PLUGIN: ([x for x in sorted(plugin.glob("*.cpp")) if x.name != "device_npu.cpp"], torch_flags, linked),
-        KERNELS: ([*sorted(launch.glob("*.cpp")), HERE / "platform.cpp"], kernel_flags, []),
+        DEVICE: ([HERE / "host_device.cpp"], [plugin], torch_flags, linked),
+        PLUGIN: (
+            [x for x in sorted(plugin.glob("*.cpp")) if x.name != "device_npu.cpp"],
+            [plugin, ascendc],
+            torch_flags,
+            linked,
+        ),
+        KERNELS: (
+            [*sorted((ascendc / "launch").glob("*.cpp")), HERE / "platform.cpp"],
+            [HERE, HOST, ascendc],
+            kernel_flags,
+            [],
+        ),
     }
     command = [*compiler(), *FLAGS]
-    folder = cache_dir().parent / "ascendc_host" / f"plugin-{_digest(command)}"
-    if all((folder / name).is_file() for name in parts):
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as building:
-        jobs = [(name, source, flags) for name, (sources, flags, _) in parts.items() for source in sources]
-
-        def compile_one(job: tuple[str, Path, list[str]]) -> str:
-            name, source, flags = job
-            compiled = Path(building) / f"{name}-{source.stem}.o"
-            _run([*command, *flags, "-c", str(source), "-o", str(compiled)])
-            return str(compiled)
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            compiled = list(pool.map(compile_one, jobs))
-        for name, (_, _, libraries) in parts.items():
-            objects = [file for file, job in zip(compiled, jobs, strict=True) if job[0] == name]
-            _run([*command, "-shared", *objects, *libraries, "-o", str(Path(building) / name)])
-            (Path(building) / name).replace(folder / name)
+    jobs = [
+        (name, [*command, *flags, "-c", str(source)], _object(source, folders, [*command, *flags]))
+        for name, (sources, folders, flags, _) in parts.items()
+        for source in sources
+    ]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda job: _make(job[1], job[2]), jobs))
+    everything = hashlib.sha256("".join(str(file) for *_, file in jobs).encode()).hexdigest()[:32]
+    folder = cache_dir().parent / "ascendc_host" / f"plugin-{everything}"
+    for name, (*_, libraries) in parts.items():
+        objects = [str(file) for part, _, file in jobs if part == name]
+        _make([*command, "-shared", *objects, *libraries], folder / name)
     return folder
 
 
-def _digest(command: list[str]) -> str:
+def _object(source: Path, folders: Sequence[Path], command: Sequence[str]) -> Path:
+    """Where the compiled source is kept, named by all that goes into it."""
     digest = hashlib.sha256("\0".join([*command, torch.__version__]).encode())
-    for root in (HERE, HOST, kernels_dir() / "ascendc", kernels_dir() / "torch_npu_plugin"):
-        for file in sorted(root.rglob("*")):
-            if file.suffix in (".h", ".cpp"):
-                digest.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:32]
+    # A launcher includes its operator's kernels, which are .cpp files.
+    headers = [x for folder in folders for x in sorted(folder.rglob("*")) if x.suffix == ".h" or x.parent.name == "op_kernel"]
+    for file in [source, *headers]:
+        digest.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")
+    return cache_dir().parent / "ascendc_host" / "objects" / f"{source.stem}-{digest.hexdigest()[:32]}.o"
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command[-1]} cannot be made:\n{done.stderr[-6000:]}"
+def _make(command: list[str], output: Path) -> None:
+    if not output.is_file():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".building-") as building:
+            made = Path(building) / output.name
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{output.name} cannot be made:\n{done.stderr[-6000:]}"
+            made.replace(output)

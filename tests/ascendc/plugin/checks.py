@@ -17,6 +17,8 @@ from torch import Tensor
 from tests.ascendc import on_device
 from tests.ascendc.plugin.build import DEVICE
 from tests.ops.jagged_cases import offsets_of
+from turbogr.ops.backend import Backend
+from turbogr.ops.embedding_lookup import jagged_embedding_lookup
 from turbogr.ops.hstu_attention import jagged_hstu_attention
 from turbogr.ops.npu_plugin import PLUGIN
 
@@ -58,7 +60,7 @@ def main() -> None:
     results = [
         asdict(on_device.run(case, dtype, "npu", launches)) for case in on_device.cases() for dtype in on_device.TOLERANCES
     ]
-    found: dict[str, Any] = {"parity": results, **attention(copies, launches)}
+    found: dict[str, Any] = {"parity": results, **attention(copies, launches), **rows(launches)}
     print(json.dumps(found))
 
 
@@ -110,6 +112,42 @@ def attention(copies: Callable[[], list[int]], launches: Callable[[], int]) -> d
         "shapes": said(lambda: direct(on_npu, on_npu[1:], on_npu, offsets_npu, *[None] * 4, 1, 1, 1, 1)),
     }
     return found
+
+
+def rows(launches: Callable[[], int]) -> dict[str, Any]:
+    """Look-ups and negatives that are particular; by name: the largest error, and launches."""
+    torch.manual_seed(1)
+    tables, ids, splits = [torch.randn(9, 5), torch.randn(4, 5)], torch.randint(0, 4, (30,)), torch.tensor([0, 11, 30])
+    on_npu = [x.to("npu") for x in tables]
+    expected = jagged_embedding_lookup(tables, ids, splits, backend="reference")
+    found: dict[str, Any] = {}
+
+    def note(name: str, actual: Callable[[], Tensor], wanted: Tensor) -> None:
+        before = launches()
+        difference = actual().detach().cpu().double() - wanted.double()
+        found[name] = [float(difference.abs().max()), launches() - before]
+
+    def written(out: Tensor) -> Tensor:
+        jagged_embedding_lookup(on_npu, ids.to("npu"), splits, out=out)
+        return out
+
+    def gradient_of(wanted: list[bool], device: str) -> Tensor:
+        leaves = [x.to(device).detach().requires_grad_(want) for x, want in zip(tables, wanted, strict=True)]
+        backend: Backend = "auto" if device == "npu" else "reference"
+        jagged_embedding_lookup(leaves, ids.to(device), splits, backend=backend).square().sum().backward()
+        return leaves[wanted.index(True)].grad
+
+    note("out", lambda: written(torch.empty(30, 5).to("npu")), expected)
+    note("out, strided", lambda: written(torch.empty(5, 30).to("npu").t()), expected)
+    for wanted in ([True, False], [False, True]):
+        note(f"gradient of {wanted}", lambda wanted=wanted: gradient_of(wanted, "npu"), gradient_of(wanted, "cpu"))
+    output, table, index = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6, 3))
+    half, factors = table.half(), torch.rand(11)
+    logits = torch.ops.turbogr.negative_logits(output, half, index, factors, "torch")
+    moved = [x.to("npu") for x in (output, half, index, factors)]
+    note("rows in half precision", lambda: torch.ops.turbogr.negative_logits(*moved), logits)
+    found["wrong splits"] = said(lambda: jagged_embedding_lookup(on_npu, ids.to("npu"), torch.tensor([0, 31, 30])))
+    return {"rows": found}
 
 
 def window(query_position: Tensor, key_position: Tensor) -> Tensor:

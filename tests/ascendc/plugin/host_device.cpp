@@ -153,15 +153,10 @@ void enqueue(c10::Device, const std::string& name, std::function<int(void* strea
 
 }  // namespace turbogr::npu
 
-// The allocation that an address lies in.
-extern "C" void turbogr_test_memory(const void* address, void** begin, int64_t* bytes) {
+// Tells the memory of all tensors on the device.
+extern "C" void turbogr_test_memory(void (*tell)(void* to, void* begin, int64_t bytes), void* to) {
     const std::lock_guard lock(mutex);
-    const auto at = reinterpret_cast<uintptr_t>(address);
-    auto found = allocated.upper_bound(at);
-    TORCH_CHECK(found != allocated.begin(), "no memory of the device: ", address);
-    --found;
-    TORCH_CHECK(at <= found->first + found->second, "no memory of the device: ", address);
-    *begin = reinterpret_cast<void*>(found->first), *bytes = static_cast<int64_t>(found->second);
+    for (const auto& [begin, bytes] : allocated) tell(to, reinterpret_cast<void*>(begin), static_cast<int64_t>(bytes));
 }
 
 // Copies to the device and to the host so far.

@@ -4,27 +4,23 @@
 #include "kernel_operator.h"
 
 #include <deque>
-#include <set>
 
 #include "launch/arguments.h"
 
-// Of host_device.cpp: the memory of the device that an address belongs to.
-extern "C" void turbogr_test_memory(const void* address, void** begin, int64_t* bytes);
+// Of host_device.cpp: tells the memory of all tensors on the device.
+extern "C" void turbogr_test_memory(void (*tell)(void* to, void* begin, int64_t bytes), void* to);
 
 namespace turbogr::test {
 
-// Runs a kernel; what a guard throws goes through to the caller. Only memory of the arguments may be touched.
+// Runs a kernel; what a guard throws goes through to the caller. Only tensors may be touched.
 template <class Kernel>
-uint32_t run(int64_t cores, int count, void* const* arguments, Kernel kernel) {
-    std::set<void*> known;
+uint32_t run(int64_t cores, Kernel kernel) {
     std::deque<host::Allocation> allocations;
-    for (int i = 0; i < count; i++) {
-        void* begin = nullptr;
-        int64_t bytes = 0;
-        if (arguments[i] == nullptr) continue;
-        turbogr_test_memory(arguments[i], &begin, &bytes);
-        if (begin != nullptr && known.insert(begin).second) allocations.emplace_back(host::global(begin, bytes));
-    }
+    turbogr_test_memory(
+        [](void* to, void* begin, int64_t bytes) {
+            if (bytes > 0) static_cast<std::deque<host::Allocation>*>(to)->emplace_back(host::global(begin, bytes));
+        },
+        &allocations);
     host::launch(cores, kernel);
     return 0;
 }
@@ -33,7 +29,7 @@ uint32_t run(int64_t cores, int count, void* const* arguments, Kernel kernel) {
 
 #define TURBOGR_LAUNCH_ON(kernel, count, cores)                                                                          \
     extern "C" uint32_t turbogr_launch_##kernel(uint32_t blocks, void*, void* const* arguments) {                        \
-        return turbogr::test::run(cores, count, arguments, [&] { kernel(TURBOGR_ARGUMENTS_##count(arguments)); });       \
+        return turbogr::test::run(cores, [&] { kernel(TURBOGR_ARGUMENTS_##count(arguments)); });       \
     }
 
 #define TURBOGR_LAUNCH_MIXED(kernel, count) TURBOGR_LAUNCH_ON(kernel, count, 2 * int64_t{blocks})
