@@ -35,18 +35,8 @@ def build() -> Path:
     # Sources, folders of what these include, flags, libraries. What the plugin needs of the device is found when it is loaded.
     parts = {
         DEVICE: ([HERE / "host_device.cpp"], [plugin], torch_flags, linked),
-        PLUGIN: (
-            [x for x in sorted(plugin.glob("*.cpp")) if x.name != "device_npu.cpp"],
-            [plugin, ascendc],
-            torch_flags,
-            linked,
-        ),
-        KERNELS: (
-            [*sorted((ascendc / "launch").glob("*.cpp")), HERE / "platform.cpp"],
-            [HERE, HOST, ascendc],
-            kernel_flags,
-            [],
-        ),
+        PLUGIN: (of_plugin, [plugin, ascendc], torch_flags, linked),
+        KERNELS: (of_kernels, [HERE, HOST, ascendc], kernel_flags, []),
     }
     command = [*compiler(), *FLAGS]
     jobs = [
