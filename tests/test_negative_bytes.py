@@ -15,7 +15,7 @@ from turbogr.negative_bytes import (
     choices,
     fused,
     gathered,
-    offload_pays,
+    offload_below,
     offloaded,
 )
 
@@ -41,9 +41,9 @@ def test_the_formulas():
         "host": 0,
     }
     half = apart(LOAD)
-    assert (half.rows, half.gradients, half.host) == (6000 * 16 * 2, 6000 * 16 * 4, 0)
+    assert (half.rows, half.gradients, half.host) == (6000 * 16 * 2, 2 * 6000 * 16 * 4, 0)
     away = offloaded(LOAD, 100)
-    assert (away.rows, away.gradients) == (2 * 800 * 16 * 4, 2 * 800 * 16 * 4)
+    assert (away.rows, away.gradients) == (2 * 800 * 16 * 4, 800 * 16 * 4)
     assert away.host == 6000 * 16 * 8
     assert away.device == away.ids + away.rows + away.gradients + away.logits
     assert offloaded(LOAD, 100, FP16).rows == away.rows // 2
@@ -72,12 +72,11 @@ def test_sharing_widens_logits_and_places_alone():
 
 
 def test_offload_pays_where_rows_are_many():
-    assert offload_pays(LOAD)
-    few = NegativeLoad(1000, 8, 16, 1000, 900)
-    assert not offload_pays(few)
-    assert not offload_pays(few, value_bytes=FP16)
-    assert offload_pays(LOAD, value_bytes=FP16)
-    assert offload_pays(few, segment=10), "smaller segments"
+    assert offload_below(LOAD) == pytest.approx(10 * fused(LOAD).device)
+    assert offload_below(LOAD, value_bytes=FP16) == pytest.approx(10 * apart(LOAD).device)
+    few = NegativeLoad(1000, 8, 16, 800, 600)
+    assert offload_below(few) == 0
+    assert offload_below(few, segment=10) == pytest.approx(10 * fused(few).device), "smaller segments"
 
 
 @pytest.mark.parametrize(("tokens", "drawn", "num_items"), [(50, 4, 30), (300, 8, 1000), (100, 3, 100_000)])

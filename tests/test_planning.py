@@ -121,7 +121,7 @@ def test_negatives_are_counted_for_each_choice(data):
         assert step.negative_choices["gathered"].rows == step.tokens * R * D * 4
         fewer = set(batch.negatives[:, : (R + 1) // 2].flatten().tolist())
         assert step.negative_choices["sharing k = 2"].rows == 2 * len(fewer - others) * D * 4
-        assert not step.offload_pays, "two segments of 100 tokens are more than all rows"
+        assert step.offload_below == 0, "two segments of 100 tokens are more than all rows"
     choices = found.as_dict()["sums"]["p50"]["negatives"]
     assert choices["fp16"] == found.steps["p50"].negative_choices["fp16"].device
 

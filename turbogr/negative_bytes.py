@@ -5,8 +5,10 @@ T R negatives. In a training step, where the most is alive at once, in the loss'
 
     gathered        embeddings and their gradient, [T, R, D] each: what trainers do that look up every draw
     fused           the distinct rows once, in the leaf of the whole batch: rows, normalised rows, and the gradient of each
-    apart           the distinct rows in a tensor of their own, in half precision; their gradient in float32
-    offloaded       rows and gradient on the host; on the device two segments of tokens, one computed, one on its way
+    apart           the distinct rows in a tensor of their own, in half precision; their gradient in float32, which is then
+                    added to that of the batch's distinct rows
+    offloaded       rows and gradient on the host; on the device the rows of two segments of tokens, one computed, one on its
+                    way, and the gradient of one
 
 TurboGR (section 4.3.1) offloads the gathered tensor. Its Table 7 is that tensor: batches of 15 histories of 2,048 tokens, D =
 1,024 and float32 make T R D 4 bytes = 16.1 GB at 128 negatives, where 50.39 - 34.27 GB were saved.
@@ -25,6 +27,9 @@ from turbogr.batch import JaggedBatch
 
 SEGMENT = 100
 """Tokens that are fetched from the host at a time: the paper's."""
+
+SHARE = 0.1
+"""Of a device's memory: what negatives may take before `NegativeOffload` of mode auto offloads them."""
 
 FP32, FP16 = 4, 2
 """Bytes of a value; those of bfloat16 are FP16's."""
@@ -134,7 +139,7 @@ def fused(load: NegativeLoad, k: int = 1) -> NegativeBytes:
 
 
 def apart(load: NegativeLoad, value_bytes: int = FP16, k: int = 1) -> NegativeBytes:
-    """The distinct rows in a tensor of their own, with a gradient in float32; logits and their derivatives.
+    """The distinct rows in a tensor of their own; their gradient, and once more as part of all rows' gradient, in float32.
 
     Args:
         load: the batch's.
@@ -142,7 +147,7 @@ def apart(load: NegativeLoad, value_bytes: int = FP16, k: int = 1) -> NegativeBy
         k: expansion factor of sharing, at least 1.
     """
     values = load.distinct * load.width
-    return NegativeBytes(_places(load, k), values * value_bytes, values * FP32, _logits(load, k))
+    return NegativeBytes(_places(load, k), values * value_bytes, 2 * values * FP32, _logits(load, k))
 
 
 def offloaded(load: NegativeLoad, segment: int = SEGMENT, value_bytes: int = FP32, k: int = 1) -> NegativeBytes:
@@ -162,13 +167,14 @@ def offloaded(load: NegativeLoad, segment: int = SEGMENT, value_bytes: int = FP3
     values = load.distinct * load.width
     buffer = min(segment * load.drawn, load.distinct) * load.width
     host = values * (value_bytes + FP32)
-    return NegativeBytes(_places(load, k), 2 * buffer * value_bytes, 2 * buffer * FP32, _logits(load, k), host)
+    return NegativeBytes(_places(load, k), 2 * buffer * value_bytes, buffer * FP32, _logits(load, k), host)
 
 
-def offload_pays(load: NegativeLoad, segment: int = SEGMENT, value_bytes: int = FP32, k: int = 1) -> bool:
-    """Whether offloading leaves less on the device than what would be there without: what `mode: auto` decides.
+def offload_below(load: NegativeLoad, segment: int = SEGMENT, value_bytes: int = FP32, k: int = 1) -> float:
+    """Bytes of a device's memory below which `NegativeOffload` of mode auto offloads; 0 if offloading leaves more on it.
 
-    Without it rows of float32 are in the batch's leaf, and rows of half precision apart.
+    It offloads where the negatives would take more than SHARE of the device otherwise: rows of float32 in the batch's leaf, or
+    rows of half precision apart.
 
     Args:
         load: the batch's.
@@ -176,8 +182,8 @@ def offload_pays(load: NegativeLoad, segment: int = SEGMENT, value_bytes: int = 
         value_bytes: of a value of the rows.
         k: expansion factor of sharing.
     """
-    without = fused(load, k) if value_bytes == FP32 else apart(load, value_bytes, k)
-    return offloaded(load, segment, value_bytes, k).device < without.device
+    without = (fused(load, k) if value_bytes == FP32 else apart(load, value_bytes, k)).device
+    return without / SHARE if offloaded(load, segment, value_bytes, k).device < without else 0.0
 
 
 def choices(load: NegativeLoad, shared: NegativeLoad, k: int = 2, segment: int = SEGMENT) -> dict[str, NegativeBytes]:

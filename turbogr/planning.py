@@ -28,7 +28,7 @@ from turbogr.dry_run import Allocations, DryRun
 from turbogr.errors import ConfigurationError
 from turbogr.flops import Pairs, attention_formulas, causal_pairs, padded_pairs
 from turbogr.models.retriever import GenerativeRetriever
-from turbogr.negative_bytes import NegativeBytes, NegativeLoad, choices, offload_pays
+from turbogr.negative_bytes import NegativeBytes, NegativeLoad, choices, offload_below
 
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 """The batches of an epoch that are looked at, by their number of tokens."""
@@ -144,7 +144,7 @@ class StepCost:
         batch_bytes: the batch's own tensors: ids, times, negatives.
         negative_bytes: the drawn ids, and where each of them finds its row.
         negative_choices: all that negatives take, by how they are looked up and kept (`turbogr.negative_bytes.choices`).
-        offload_pays: what `NegativeOffload` of mode auto would do with this batch.
+        offload_below: bytes of a device's memory below which `NegativeOffload` of mode auto would offload them; 0 for never.
         kept: bytes that wait for backward, by part: "look-up" (distinct rows, tokens, where each id finds its row), "backbone",
             "loss" (normalised rows, logits of targets and negatives).
         row_gradient_bytes: the gradient of the distinct rows.
@@ -163,7 +163,7 @@ class StepCost:
     batch_bytes: int
     negative_bytes: int
     negative_choices: dict[str, NegativeBytes]
-    offload_pays: bool
+    offload_below: float
     kept: dict[str, int]
     row_gradient_bytes: int
     most_bytes: int
@@ -298,7 +298,7 @@ def _step(model: GenerativeRetriever, batch: JaggedBatch, dry: DryRun, precision
         batch_bytes=sum(x.nbytes for x in (*vars(batch).values(), *batch.features.values()) if isinstance(x, Tensor)),
         negative_bytes=2 * batch.negatives.nbytes,
         negative_choices=choices(negatives, NegativeLoad.of(batch, weight.shape[1], -(-negatives.drawn // SHARING)), SHARING),
-        offload_pays=offload_pays(negatives),
+        offload_below=offload_below(negatives),
         kept=kept,
         row_gradient_bytes=rows * weight.shape[1] * weight.element_size(),
         most_bytes=most,

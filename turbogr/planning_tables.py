@@ -146,7 +146,8 @@ def _negatives(plan: Plan) -> Table:
     for name in (name for name in names if any(step.negative_choices[name].host for step in steps)):
         table.add_row(f"on the host: {name}", *(in_bytes(step.negative_choices[name].host) for step in steps))
     table.add_section()
-    table.add_row("NegativeOffload, mode auto", *("offload" if step.offload_pays else "fused" for step in steps))
+    below = (in_bytes(step.offload_below) if step.offload_below else "never" for step in steps)
+    table.add_row("mode auto offloads on a device of less than", *below)
     return table
 
 

@@ -58,7 +58,7 @@ def test_tables_and_json(prepared, capsys):
         assert text in out
     for text in ("if padded", "state of AdamW", "state of LazyAdam", "on the device", "negatives", "written to out/plan.json"):
         assert text in out
-    for text in ("Negatives on the device", "gathered", "offload, fp16", "sharing k = 2", "NegativeOffload, mode auto"):
+    for text in ("Negatives on the device", "gathered", "offload, fp16", "sharing k = 2", "mode auto offloads"):
         assert text in out
     assert set(found) == {"turbogr", "data", "model", "steps", "precision", "notes", "sums"}
     assert set(found["steps"]) == {"p50", "p99"}
@@ -66,7 +66,7 @@ def test_tables_and_json(prepared, capsys):
         assert step["tokens"] * 16 * 64 * 2 + step["tokens"] * 16 * 16 * 2 == step["forward"]["products"]
         assert step["pairs"] * 2 * 32 == step["forward"]["attention"]
         assert step["negative_choices"]["gathered"]["rows"] == step["tokens"] * 8 * 16 * 4
-        assert step["offload_pays"] is False
+        assert step["offload_below"] == 0
         assert found["sums"][name]["operations"] == sum(step["forward"].values()) + sum(step["backward"].values())
     assert sorted(path.name for path in Path().iterdir()) == ["out"], "no run folder, nothing half written"
 
