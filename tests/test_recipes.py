@@ -7,6 +7,9 @@ import torch
 import yaml
 
 from tests.data.make import write_prepared
+from turbogr.callbacks.logit_sharing import LogitSharing
+from turbogr.callbacks.negative_offload import NegativeOffload
+from turbogr.callbacks.negative_quantization import NegativeQuantization
 from turbogr.cli import main
 from turbogr.models.bias import TimeBuckets
 from turbogr.models.fuxi import FuXi
@@ -185,6 +188,27 @@ def test_switches_of_the_data(switch, expected, prepared):
     files = [f"-c={recipes_dir() / name}" for name in ("movielens-100k/hstu.yaml", f"switches/{switch}.yaml")]
     data = Built("fit", [*files, f"--data.path={prepared}", "--trainer.accelerator=cpu"]).datamodule
     assert {name: getattr(data, name) for name in expected} == expected
+
+
+NEGATIVE_SWITCHES = {
+    "negative_offload": (NegativeOffload, {"segment": 100, "mode": "auto"}),
+    "negative_fp16": (NegativeQuantization, {"dtype": "fp16"}),
+    "logit_sharing": (LogitSharing, {"k": 2, "scores": "own", "lender_gradient": True}),
+}
+
+
+@pytest.mark.parametrize(
+    "switches", [*((name,) for name in NEGATIVE_SWITCHES), [*NEGATIVE_SWITCHES], [*NEGATIVE_SWITCHES][::-1]]
+)
+def test_switches_of_negatives(switches, prepared):
+    """One by one, and all of them in either order."""
+    files = [f"-c={recipes_dir() / name}" for name in ("movielens-100k/hstu.yaml", *(f"switches/{s}.yaml" for s in switches))]
+    callbacks = Built("fit", [*files, f"--data.path={prepared}", "--trainer.accelerator=cpu"]).trainer.callbacks
+    found = [callback for callback in callbacks if type(callback) in {kind for kind, _ in NEGATIVE_SWITCHES.values()}]
+    assert [type(callback) for callback in found] == [NEGATIVE_SWITCHES[name][0] for name in switches]
+    for name, callback in zip(switches, found, strict=True):
+        options = NEGATIVE_SWITCHES[name][1]
+        assert {option: getattr(callback, option) for option in options} == options
 
 
 def test_the_model_corrects_by_the_datas_log_q(prepared):
