@@ -67,6 +67,8 @@ def test_sharing_widens_logits_and_places_alone():
     for without, shared in ((fused(LOAD), fused(LOAD, 3)), (apart(LOAD), apart(LOAD, k=3))):
         assert (shared.rows, shared.gradients) == (without.rows, without.gradients)
         assert shared.logits == 3 * without.logits
+    assert offloaded(LOAD, 100, k=3).rows == 3 * offloaded(LOAD, 100).rows, "what is borrowed comes with the segment"
+    assert offloaded(LOAD, 100, k=3).host == offloaded(LOAD, 100).host
     with pytest.raises(ValueError, match="at least 1"):
         fused(LOAD, 0)
 
@@ -143,5 +145,7 @@ def test_choices_have_equally_many_logits():
     ]
     assert found["sharing k = 2"].logits == found["fused"].logits
     assert found["sharing k = 2, fp16"].logits == found["fp16"].logits
-    assert min(found, key=lambda name: found[name].device) == "sharing k = 2, offload, fp16"
+    assert min(found, key=lambda name: found[name].device) == "offload, fp16"
+    assert found["sharing k = 2, offload, fp16"].rows == found["offload, fp16"].rows, "segments hold what is borrowed"
+    assert min((x for x in found.values() if x.host), key=lambda x: x.host) == found["sharing k = 2, offload, fp16"]
     assert max(found, key=lambda name: found[name].device) == "fused", "most rows are distinct here"

@@ -13,7 +13,8 @@ T R negatives. In a training step, where the most is alive at once, in the loss'
 TurboGR (section 4.3.1) offloads the gathered tensor. Its Table 7 is that tensor: batches of 15 histories of 2,048 tokens, D =
 1,024 and float32 make T R D 4 bytes = 16.1 GB at 128 negatives, where 50.39 - 34.27 GB were saved.
 
-All of them compute [T, R] logits; sharing (section 4.3.3) makes these k R wide and the rest none larger.
+All of them compute [T, R] logits; sharing (section 4.3.3) makes these k R wide and nothing else larger but the segments: what is
+borrowed is multiplied with the borrower's output, and its rows come with the borrower's segment.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def offloaded(load: NegativeLoad, segment: int = SEGMENT, value_bytes: int = FP3
     if segment < 1:
         raise ValueError(f"a segment has at least 1 token, got {segment}")
     values = load.distinct * load.width
-    buffer = min(segment * load.drawn, load.distinct) * load.width
+    buffer = min(segment * load.drawn * k, load.distinct) * load.width
     host = values * (value_bytes + FP32)
     return NegativeBytes(_places(load, k), 2 * buffer * value_bytes, buffer * FP32, _logits(load, k), host)
 
