@@ -186,8 +186,10 @@ def test_heads_share_position_and_time_weights(channel):
     """More heads take more of the semantic channel's functions, gathering and reading of times none."""
     for run in (forward, backward):
         one, three = (run(case_of([130, 40], heads, channel=channel), 1)[1] for heads in (1, 3))
-        semantic = [run(case_of([130, 40], heads, position=False, channel=None), 1)[1].vector_functions for heads in (1, 3)]
-        assert three.vector_functions - one.vector_functions == semantic[1] - semantic[0] > 0
+        semantic = [run(case_of([130, 40], heads, position=False, channel=None), 1)[1] for heads in (1, 3)]
+        for field in ("vector_functions", "matmuls"):
+            more = getattr(three, field) - getattr(one, field)
+            assert more == getattr(semantic[1], field) - getattr(semantic[0], field) > 0
         assert three.vector_gathers == one.vector_gathers > 0
         assert three.scalar_operations == one.scalar_operations
 

@@ -11,6 +11,7 @@
 namespace turbogr::ascend {
 
 constexpr int64_t FUXI_MOST_WIDTH = 512;  // of a head
+constexpr int64_t FUXI_MOST_ROW = 65535;  // of all heads: what the cube may skip from row to row
 constexpr int64_t FUXI_OBJECTS = 5;       // Matmul objects of the backward kernel; the forward has fewer
 constexpr int64_t FUXI_CHANNELS = 3;      // position, time, semantic: their order in the output
 constexpr int64_t FUXI_SHARED = 2;        // of them, those whose weights all heads share
@@ -102,8 +103,8 @@ inline int64_t fuxi_workspace_bytes(const FuxiTiling& t, int64_t element_bytes, 
            (split ? FUXI_SHARED * fuxi_channel_bytes(t, element_bytes) : 0);
 }
 
-// Bytes of local memory that the backward kernel, which needs more, asks for with strips of so many rows, with what Select
-// takes.
+// Bytes of local memory that the backward kernel asks for with strips of so many rows, with what Select takes; the forward
+// kernel asks for less.
 inline int64_t fuxi_local_bytes(const FuxiShapes& s, int64_t strip_rows) {
     const int64_t strip = strip_rows * TILE * 4;
     int64_t bytes = (SCRATCH_STRIPS + FUXI_WORK_STRIPS) * strip + 2 * 2 * strip + 2 * 2 * strip_rows * TILE * s.element_bytes;
@@ -123,8 +124,8 @@ inline const char* fuxi_tiling(FuxiTiling& t, const FuxiShapes& s, const FuxiOpt
     if (s.element_bytes != 2 && s.element_bytes != 4) return "q, k and v must be float32, float16 or bfloat16";
     if (s.tokens < 0 || s.tokens >= int64_t{1} << 31) return "there may be at most 2^31 - 1 tokens";
     if (s.qk_width > FUXI_MOST_WIDTH || s.v_width > FUXI_MOST_WIDTH) return "a head may have at most 512 columns";
-    // The products count rows and columns in int32, and so does the stride of the output.
-    if (s.heads * larger(s.qk_width, FUXI_CHANNELS * s.v_width) > int64_t{1} << 20) return "heads times widths are too many";
+    if (s.heads * larger(s.qk_width, FUXI_CHANNELS * s.v_width) > FUXI_MOST_ROW)
+        return "a token may have at most 65535 columns, of all heads and in the output of all channels";
     if (s.position_count < 0 || s.position_count >= int64_t{1} << 31)
         return "the position table may have at most 2^31 - 1 entries";
     if (s.time_kind < NO_TIME || s.time_kind > TIME_FUNCTION) return "the time channel is a table, a function or nothing";

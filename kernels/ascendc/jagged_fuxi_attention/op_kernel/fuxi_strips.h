@@ -116,6 +116,16 @@ class FuxiStrips {
         return x;
     }
 
+    // scores = alpha q . k, and 1 + exp(-scores). Sigmoid and Silu would take local memory of their own.
+    __aicore__ inline void score(
+        const AscendC::LocalTensor<float>& x, const AscendC::LocalTensor<float>& denominator, int32_t n
+    ) const {
+        AscendC::Muls(x, x, tiling_->alpha, n);
+        AscendC::Muls(denominator, x, -1.0f, n);
+        AscendC::Exp(denominator, denominator, n);
+        AscendC::Adds(denominator, denominator, 1.0f, n);
+    }
+
     __aicore__ inline static void round(const AscendC::LocalTensor<E>& to, const AscendC::LocalTensor<float>& x, int64_t n) {
         if constexpr (sizeof(E) == 4) AscendC::Adds(to, x, 0.0f, static_cast<int32_t>(n));
         else AscendC::Cast(to, x, AscendC::RoundMode::CAST_RINT, static_cast<uint32_t>(n));

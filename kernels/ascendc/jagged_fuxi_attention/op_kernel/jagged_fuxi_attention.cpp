@@ -103,10 +103,9 @@ class FuxiForward : FuxiStrips<E> {
                 const int64_t place = origin + this->element(tile, s, first);
                 const int32_t n = static_cast<int32_t>(rows * TILE);
                 const auto x = this->load_strip(this->in_, scores_.at(slot, place), rows, s.queries);
-                const auto weights = this->scratch(0);
-                AscendC::Muls(x, x, this->tiling_->alpha, n);
-                AscendC::Sigmoid(weights, x, n);
-                AscendC::Mul(weights, weights, x, n);
+                const auto denominator = this->scratch(0), weights = this->scratch(1);
+                this->score(x, denominator, n);
+                AscendC::Div(weights, x, denominator, n);
                 this->in_.FreeTensor(x);
                 if (s.diagonal()) clear_future(weights, first, rows);
                 this->store_strip(this->out_, weights_.at(slot, place), weights, rows, s.queries);

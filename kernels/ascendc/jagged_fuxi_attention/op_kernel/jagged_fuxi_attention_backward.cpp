@@ -222,10 +222,11 @@ class FuxiBackward : FuxiStrips<E> {
                 const int32_t n = static_cast<int32_t>(rows * TILE);
                 const auto x = this->load_strip(this->in_, scores_.at(slot, place), rows, s.queries);
                 const auto grads = this->load_strip(value_grads_in_, value_grads_.at(slot, place), rows, s.queries);
-                const auto sigmoid = this->scratch(0), weights = this->scratch(1);
-                Muls(x, x, this->tiling_->alpha, n);
-                Sigmoid(sigmoid, x, n);
-                Mul(weights, x, sigmoid, n);
+                const auto denominator = this->scratch(0), weights = this->scratch(1), sigmoid = this->scratch(2);
+                this->score(x, denominator, n);
+                Div(weights, x, denominator, n);
+                Duplicate(sigmoid, 1.0f, n);
+                Div(sigmoid, sigmoid, denominator, n);
                 Mul(x, weights, sigmoid, n);
                 Sub(sigmoid, sigmoid, x, n);
                 Add(sigmoid, sigmoid, weights, n);
