@@ -26,8 +26,8 @@ def keep_from_ddp(module: nn.Module, table: EmbeddingTable, engine: SparseEngine
     """
     prefixes = [name for name, part in module.named_modules() if part is table]
     names = [f"{prefix}.{key}" if prefix else key for prefix in prefixes for key in engine.local_state()]
-    # DDP would broadcast buffers before every forward pass. Integers, and what no checkpoint keeps, such as the logarithms of how
-    # often each item is drawn, come with the data or the code and are the same on all ranks.
+    # DDP would broadcast buffers before every forward pass. Integers, and what no checkpoint keeps, such as log q of all items,
+    # come with the data or the code and are the same on all ranks.
     kept = module.state_dict(keep_vars=True).keys()
     names += [name for name, buffer in module.named_buffers() if not buffer.is_floating_point() or name not in kept]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
