@@ -13,7 +13,8 @@ using namespace AscendC;
 
 constexpr int64_t COUNT = 256;
 
-// Global memory of a case: an input that holds something, an output that must be filled, counts that may be added to, workspace.
+// Global memory of a case: an input that holds something, an output that must be filled, counts that may be added to,
+// workspace.
 struct Memory {
     alignas(64) float input[COUNT] = {}, output[COUNT] = {}, sums[COUNT] = {};
     host::Workspace workspace{4 * COUNT};

@@ -13,7 +13,8 @@ using namespace AscendC;
 namespace {
 
 template <class T>
-using Operation = std::function<void(const LocalTensor<T>& out, const LocalTensor<T>& x, const LocalTensor<T>& y, int32_t count)>;
+using Operation =
+    std::function<void(const LocalTensor<T>& out, const LocalTensor<T>& x, const LocalTensor<T>& y, int32_t count)>;
 
 template <class T>
 std::map<std::string, Operation<T>> operations() {
@@ -60,7 +61,8 @@ struct Unit {
         GlobalTensor<U> global;
         global.SetGlobalBuffer(from, static_cast<uint64_t>(count));
         auto local = to.Get<U>();
-        DataCopyPad(local, global, DataCopyExtParams(1, static_cast<uint32_t>(count * sizeof(U)), 0, 0, 0), DataCopyPadExtParams<U>());
+        DataCopyPad(local, global, DataCopyExtParams(1, static_cast<uint32_t>(count * sizeof(U)), 0, 0, 0),
+                    DataCopyPadExtParams<U>());
         PipeBarrier<PIPE_ALL>();
         return local;
     }
@@ -191,10 +193,12 @@ void select_and_sum(float* x, float* y, float* out, host::Outcome* outcome) {
     });
 }
 
-void multiply_float(const int64_t* mnk, float* a, float* b, float* c, int64_t ta, int64_t tb, int64_t add, host::Outcome* outcome) {
+void multiply_float(const int64_t* mnk, float* a, float* b, float* c, int64_t ta, int64_t tb, int64_t add,
+                    host::Outcome* outcome) {
     host::report(outcome, [&] { return product(mnk, a, b, c, ta != 0, tb != 0, add != 0); });
 }
-void multiply_half(const int64_t* mnk, half* a, half* b, float* c, int64_t ta, int64_t tb, int64_t add, host::Outcome* outcome) {
+void multiply_half(const int64_t* mnk, half* a, half* b, float* c, int64_t ta, int64_t tb, int64_t add,
+                   host::Outcome* outcome) {
     host::report(outcome, [&] { return product(mnk, a, b, c, ta != 0, tb != 0, add != 0); });
 }
 

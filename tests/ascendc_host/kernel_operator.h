@@ -1,5 +1,5 @@
-// Stands in for the AscendC header of this name, so that kernels compile unmodified for a CPU. Written from public documentation;
-// holds what this project's kernels use. See README.md in this folder.
+// Stands in for the AscendC header of this name, so that kernels compile unmodified for a CPU. Written from public
+// documentation; holds what this project's kernels use. See README.md in this folder.
 #pragma once
 
 #include <cstdint>

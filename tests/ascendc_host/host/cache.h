@@ -1,5 +1,6 @@
-// The scalar unit reaches global memory through a cache of its core, in lines of 64 bytes, which nothing keeps up to date: what it
-// writes stays there until DataCacheCleanAndInvalid, and what it has read is read again from there. Copies and products pass it by.
+// The scalar unit reaches global memory through a cache of its core, in lines of 64 bytes, which nothing keeps up to date: what
+// it writes stays there until DataCacheCleanAndInvalid, and what it has read is read again from there. Copies and products pass
+// it by.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,8 @@ class Cache {
   public:
     void read(uintptr_t address) {
         const uintptr_t line = line_of(address);
-        require(!stale_.contains(line), "reads what its cache holds from before it was written: DataCacheCleanAndInvalid comes first");
+        require(!stale_.contains(line),
+                "reads what its cache holds from before it was written: DataCacheCleanAndInvalid comes first");
         lines_.insert(line);
     }
     void write(uintptr_t address) {
@@ -26,7 +28,8 @@ class Cache {
     }
     // A copy or a product of this core, or anything of another core, touches [begin, end).
     void passed_by(uintptr_t begin, uintptr_t end, bool writes) {
-        require(!has(dirty_, begin, end), "memory whose new value is in the scalar unit's cache: DataCacheCleanAndInvalid comes first");
+        require(!has(dirty_, begin, end),
+                "memory whose new value is in the scalar unit's cache: DataCacheCleanAndInvalid comes first");
         if (!writes) return;
         for (auto it = lines_.lower_bound(line_of(begin)); it != lines_.end() && *it < end; ++it) stale_.insert(*it);
     }

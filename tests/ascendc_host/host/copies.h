@@ -10,13 +10,13 @@ namespace AscendC {
 
 // Lengths and strides of local memory are in blocks of 32 bytes everywhere.
 struct DataCopyParams {
-    uint16_t blockCount = 1, blockLen = 0;   // blockLen in blocks of 32 bytes
-    uint16_t srcStride = 0, dstStride = 0;   // from the end of a block to the next one's beginning
+    uint16_t blockCount = 1, blockLen = 0;  // blockLen in blocks of 32 bytes
+    uint16_t srcStride = 0, dstStride = 0;  // from the end of a block to the next one's beginning
 };
 
 struct DataCopyExtParams {
     uint16_t blockCount = 1;
-    uint32_t blockLen = 0;  // bytes
+    uint32_t blockLen = 0;                  // bytes
     uint32_t srcStride = 0, dstStride = 0;  // from the end of a block to the next one's beginning; in bytes in global memory
     uint32_t rsv = 0;
     DataCopyExtParams() = default;
@@ -88,7 +88,8 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataC
     host::check_blocks(params.blockCount, bytes);
     for (int64_t i = 0; i < params.blockCount; i++) {
         const T* from = src.read(host::Unit::CopyIn, i * (count + params.srcStride * gap), count);
-        std::memcpy(dst.write(host::Unit::CopyIn, i * (count + params.dstStride * gap), count), from, static_cast<size_t>(bytes));
+        std::memcpy(dst.write(host::Unit::CopyIn, i * (count + params.dstStride * gap), count), from,
+                    static_cast<size_t>(bytes));
         c.counters.bytes_global_to_local += bytes;
     }
 }
@@ -145,8 +146,10 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
     host::check_blocks(params.blockCount, params.blockLen);
     const int64_t count = host::elements_in<T>(params.blockLen);
     const int64_t left = padding.isPad ? padding.leftPadding : 0, right = padding.isPad ? padding.rightPadding : 0;
-    host::require(left * size <= host::BLOCK_BYTES && right * size <= host::BLOCK_BYTES, "more than 32 bytes of padding at a side");
-    if constexpr (size == 8) host::require(left + right == 0 || padding.paddingValue == T{}, "8-byte elements are padded with 0 only");
+    host::require(left * size <= host::BLOCK_BYTES && right * size <= host::BLOCK_BYTES,
+                  "more than 32 bytes of padding at a side");
+    if constexpr (size == 8)
+        host::require(left + right == 0 || padding.paddingValue == T{}, "8-byte elements are padded with 0 only");
     const int64_t filled = left + count + right, whole = host::rounded_up(filled * size, host::BLOCK_BYTES) / size;
     const int64_t step = whole + params.dstStride * host::BLOCK_BYTES / size;
     for (int64_t i = 0; i < params.blockCount; i++) {

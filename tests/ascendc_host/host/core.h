@@ -120,7 +120,8 @@ template <class... Parts>
 
 template <class... Parts>
 inline void require(bool condition, const Parts&... parts) {
-    if (!condition) [[unlikely]] fail(parts...);
+    if (!condition) [[unlikely]]
+        fail(parts...);
 }
 
 using Place = std::source_location;

@@ -1,5 +1,5 @@
-// What a driver needs to be called from Python: `extern "C" void name(..., host::Outcome* outcome)`, with numbers as int64_t and
-// double and tensors as pointers, runs its launch inside `host::report`. See tests/ascendc/build.py.
+// What a driver needs to be called from Python: `extern "C" void name(..., host::Outcome* outcome)`, with numbers as int64_t
+// and double and tensors as pointers, runs its launch inside `host::report`. See tests/ascendc/build.py.
 #pragma once
 
 #include <cstring>

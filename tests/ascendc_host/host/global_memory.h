@@ -60,8 +60,9 @@ class Allocation {
         std::unique_lock lock(regions().mutex);
         auto& all = regions().all;
         auto after = all.lower_bound(region_->begin);
-        const bool overlaps = (after != all.end() && after->first < region_->begin + bytes) ||
-                              (after != all.begin() && std::prev(after)->second->begin + std::prev(after)->second->bytes > region_->begin);
+        const bool overlaps =
+            (after != all.end() && after->first < region_->begin + bytes) ||
+            (after != all.begin() && std::prev(after)->second->begin + std::prev(after)->second->bytes > region_->begin);
         if (overlaps) throw Error("global memory is registered twice");
         all[region_->begin] = region_.get();
     }
@@ -97,7 +98,8 @@ inline Allocation unwritten(void* pointer, int64_t bytes) { return Allocation(po
 class Workspace {
   public:
     explicit Workspace(int64_t bytes)
-        : memory_(static_cast<uint8_t*>(::operator new(static_cast<size_t>(std::max<int64_t>(bytes, 1)), std::align_val_t{512}))),
+        : memory_(
+              static_cast<uint8_t*>(::operator new(static_cast<size_t>(std::max<int64_t>(bytes, 1)), std::align_val_t{512}))),
           allocation_(memory_.get(), bytes, false) {
         // Whoever finds a way around the guards shall at least not find zeros.
         std::memset(memory_.get(), 0xA5, static_cast<size_t>(bytes));
@@ -112,8 +114,8 @@ class Workspace {
     Allocation allocation_;
 };
 
-// Throws if the core touches what a product of its own has yet to write, or writes what it has yet to read, or what another pipe
-// may still be busy with.
+// Throws if the core touches what a product of its own has yet to write, or writes what it has yet to read, or what another
+// pipe may still be busy with.
 inline void check_order(const void* address, int64_t bytes, Unit unit, Access::Kind kind) {
     const Core& c = core();
     const uintptr_t begin = reinterpret_cast<uintptr_t>(address), end = begin + static_cast<uintptr_t>(bytes);
@@ -128,8 +130,8 @@ inline void check_order(const void* address, int64_t bytes, Unit unit, Access::K
     }
     if (unit == Unit::Cube) return;
     for (const Pending& p : c.pending) {
-        require((kind == Access::Kind::Read && !p.result) || end <= p.begin || p.end <= begin, p.result ? "the result" : "an operand",
-                " of a product that WaitIterateAll has not waited for");
+        require((kind == Access::Kind::Read && !p.result) || end <= p.begin || p.end <= begin,
+                p.result ? "the result" : "an operand", " of a product that WaitIterateAll has not waited for");
     }
 }
 
@@ -197,7 +199,8 @@ class GlobalTensor {
         T* to = checked(offset, count);
         const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
         host::check_order(to, bytes, unit, kind);
-        if (!region_->written.empty()) std::fill_n(region_->written.begin() + (reinterpret_cast<uint8_t*>(to) - region_->begin), bytes, 1);
+        if (!region_->written.empty())
+            std::fill_n(region_->written.begin() + (reinterpret_cast<uint8_t*>(to) - region_->begin), bytes, 1);
         host::record(host::core(), to, bytes, kind);
         // The cache writes whole lines.
         if (unit == host::Unit::Scalar) region_->record_line(host::core(), to);
@@ -208,13 +211,14 @@ class GlobalTensor {
     T* checked(int64_t offset, int64_t count) const {
         host::require(data_ != nullptr, "global tensor without a buffer");
         host::require(region_ != nullptr, "global memory that was not registered");
-        host::require(offset >= 0 && count >= 0 && offset + count <= count_, "global tensor of ", count_, " elements: [", offset, ", ",
-                      offset + count, ") is out of bounds");
+        host::require(offset >= 0 && count >= 0 && offset + count <= count_, "global tensor of ", count_, " elements: [",
+                      offset, ", ", offset + count, ") is out of bounds");
         T* first = data_ + offset;
         const auto* begin = reinterpret_cast<const uint8_t*>(first);
-        host::require(begin >= region_->begin && begin + count * static_cast<int64_t>(sizeof(T)) <= region_->begin + region_->bytes,
-                      "outside of the registered global memory: its ", region_->bytes, " bytes end before byte ",
-                      begin + count * static_cast<int64_t>(sizeof(T)) - region_->begin);
+        host::require(
+            begin >= region_->begin && begin + count * static_cast<int64_t>(sizeof(T)) <= region_->begin + region_->bytes,
+            "outside of the registered global memory: its ", region_->bytes, " bytes end before byte ",
+            begin + count * static_cast<int64_t>(sizeof(T)) - region_->begin);
         host::require(reinterpret_cast<uintptr_t>(first) % sizeof(T) == 0, "global memory is not aligned to its elements");
         return first;
     }

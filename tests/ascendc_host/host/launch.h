@@ -30,8 +30,12 @@ struct Options {
 class Schedule {
   public:
     Schedule(std::vector<Core>& cores, const Options& options)
-        : cores_(cores), in_turn_(options.seed != 0), random_(static_cast<uint64_t>(options.seed)), wake_(cores.size()),
-          ended_(cores.size()), order_(cores.size()) {
+        : cores_(cores),
+          in_turn_(options.seed != 0),
+          random_(static_cast<uint64_t>(options.seed)),
+          wake_(cores.size()),
+          ended_(cores.size()),
+          order_(cores.size()) {
         std::iota(order_.begin(), order_.end(), 0);
         if (in_turn_) std::shuffle(order_.begin(), order_.end(), random_);
     }
@@ -65,8 +69,9 @@ class Schedule {
         ended_[core] = true;
         if (error == nullptr && waiting_ > 0 && !failed_) {
             Core& c = cores_[core];
-            error = std::make_exception_ptr(Error("core " + std::to_string(c.index) + " left while " + std::to_string(waiting_) +
-                                                  " of " + std::to_string(cores_.size()) + " cores wait in SyncAll"));
+            error =
+                std::make_exception_ptr(Error("core " + std::to_string(c.index) + " left while " + std::to_string(waiting_) +
+                                              " of " + std::to_string(cores_.size()) + " cores wait in SyncAll"));
         }
         if (error != nullptr && !failed_) {
             failed_ = true;
@@ -130,7 +135,8 @@ inline void check_end(Core& c) {
     if (!c.complaint.empty()) throw Error(c.complaint);
     require(c.atomic == nullptr, "SetAtomicNone was not called");
     require(c.pending.empty(), "a product was not waited for");
-    require(!c.cache->dirty(), "what the scalar unit wrote to global memory is in its cache: DataCacheCleanAndInvalid was not called");
+    require(!c.cache->dirty(),
+            "what the scalar unit wrote to global memory is in its cache: DataCacheCleanAndInvalid was not called");
     for (int kind = 0; kind < EVENT_KINDS; kind++) {
         for (int event = 0; event < EVENTS_PER_KIND; event++) {
             require(!c.flags[kind][event], "a flag that was set is not waited for: event ", event, " of kind ", kind);
@@ -194,7 +200,8 @@ void SyncAll(HOST_PLACE) {
     host::Core& c = host::enter("SyncAll", place);
     // It waits for all pipes of the core, too.
     if (c.pipes != nullptr) c.pipes->join_all();
-    host::require(!c.cache->dirty(), "what the scalar unit wrote to global memory is in its cache: DataCacheCleanAndInvalid comes first");
+    host::require(!c.cache->dirty(),
+                  "what the scalar unit wrote to global memory is in its cache: DataCacheCleanAndInvalid comes first");
     c.schedule->sync(c.index);
 }
 

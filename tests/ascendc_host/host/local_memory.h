@@ -108,8 +108,8 @@ class LocalTensor {
         host::require(first >= 0 && count >= 0 && (first + count) * size <= bytes_, "local tensor of ", bytes_ / size,
                       " elements: [", first, ", ", first + count, ") is out of bounds");
         const int64_t begin = begin_ + first * size, end = begin + count * size;
-        host::require(begin >= buffer_->begin && end <= buffer_->begin + buffer_->bytes, "outside of the buffer of ", buffer_->bytes,
-                      " bytes that the tensor lies in");
+        host::require(begin >= buffer_->begin && end <= buffer_->begin + buffer_->bytes, "outside of the buffer of ",
+                      buffer_->bytes, " bytes that the tensor lies in");
         const bool any_element = unit == host::Unit::Scalar || unit == host::Unit::Element;
         const int64_t unit_bytes = any_element ? size : host::BLOCK_BYTES;
         host::require(begin % unit_bytes == 0, "a local address that is not aligned to ", unit_bytes, " bytes: byte ",

@@ -1,7 +1,8 @@
-// Which pipe waits for which. The scalar unit only issues what the vector unit and the two copy engines do; these run one beside the
-// other, and what one of them needs of another must be waited for: by EnQue and DeQue, FreeTensor and AllocTensor, SetFlag and
-// WaitFlag, PipeBarrier or SyncAll. The stand-in does everything in the order of the program, so a kernel that forgot to wait would
-// calculate rightly here; this follows what each pipe knows to be done, and throws where memory is touched without that knowledge.
+// Which pipe waits for which. The scalar unit only issues what the vector unit and the two copy engines do; these run one
+// beside the other, and what one of them needs of another must be waited for: by EnQue and DeQue, FreeTensor and AllocTensor,
+// SetFlag and WaitFlag, PipeBarrier or SyncAll. The stand-in does everything in the order of the program, so a kernel that
+// forgot to wait would calculate rightly here; this follows what each pipe knows to be done, and throws where memory is touched
+// without that knowledge.
 #pragma once
 
 #include <algorithm>
@@ -63,7 +64,8 @@ class Pipes {
     // Copies of one engine may overtake each other as far as memory is concerned.
     void barrier(Pipe pipe) { known_[index(pipe)][index(pipe)] = issued_[index(pipe)]; }
 
-    // The next instruction of `pipe` touches the bytes [begin, end), of local memory by its offset, of global memory by its address.
+    // The next instruction of `pipe` touches the bytes [begin, end), of local memory by its offset, of global memory by its
+    // address.
     void touch(Pipe pipe, Kind kind, uintptr_t begin, uintptr_t end) {
         if (begin == end) return;
         check(pipe, kind, begin, end);
@@ -81,8 +83,9 @@ class Pipes {
                 const bool harmless = kind == static_cast<Kind>(k) && kind != Kind::Write;
                 const Touched& touched = touched_[other][k];
                 if (harmless || touched.latest <= known[other]) continue;
-                require(touched.latest_in(begin, end) <= known[other], VERBS[static_cast<int>(kind)], " memory that ", PIPE_NAMES[other],
-                        " may still be ", GERUNDS[k], ": pipe ", PIPE_NAMES[index(pipe)], " has not waited for it");
+                require(touched.latest_in(begin, end) <= known[other], VERBS[static_cast<int>(kind)], " memory that ",
+                        PIPE_NAMES[other], " may still be ", GERUNDS[k], ": pipe ", PIPE_NAMES[index(pipe)],
+                        " has not waited for it");
             }
         }
     }

@@ -14,13 +14,25 @@ using QuePosition = TPosition;
 using TEventID = int8_t;
 
 enum class HardEvent : uint8_t {
-    MTE2_V, V_MTE2, MTE3_V, V_MTE3, MTE3_MTE2, MTE2_MTE3, S_V, V_S, S_MTE2, MTE2_S, S_MTE3, MTE3_S, V_V
+    MTE2_V,
+    V_MTE2,
+    MTE3_V,
+    V_MTE3,
+    MTE3_MTE2,
+    MTE2_MTE3,
+    S_V,
+    V_S,
+    S_MTE2,
+    MTE2_S,
+    S_MTE3,
+    MTE3_S,
+    V_V
 };  // the pipe that sets, the pipe that waits
 
 enum pipe_t { PIPE_S, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_ALL, PIPE_FIX };
 
-inline constexpr TEventID EVENT_ID0 = 0, EVENT_ID1 = 1, EVENT_ID2 = 2, EVENT_ID3 = 3, EVENT_ID4 = 4, EVENT_ID5 = 5, EVENT_ID6 = 6,
-                          EVENT_ID7 = 7;
+inline constexpr TEventID EVENT_ID0 = 0, EVENT_ID1 = 1, EVENT_ID2 = 2, EVENT_ID3 = 3, EVENT_ID4 = 4, EVENT_ID5 = 5,
+                          EVENT_ID6 = 6, EVENT_ID7 = 7;
 
 }  // namespace AscendC
 
@@ -65,7 +77,8 @@ constexpr Ends ends_of(AscendC::HardEvent kind) {
 }
 
 inline bool& flag(bool (&table)[EVENT_KINDS][EVENTS_PER_KIND], AscendC::HardEvent kind, int event) {
-    require(event >= 0 && event < EVENTS_PER_KIND, "event ", event, " does not exist: there are ", EVENTS_PER_KIND, " of a kind");
+    require(event >= 0 && event < EVENTS_PER_KIND, "event ", event, " does not exist: there are ", EVENTS_PER_KIND,
+            " of a kind");
     return table[static_cast<int>(kind)][event];
 }
 
@@ -113,8 +126,10 @@ void PipeBarrier(HOST_PLACE) {
 template <TPosition source, TPosition destination, int32_t depth, auto mask = 0>
 class TQueBind {
     static_assert(depth >= 1, "queues of depth 0 are not simulated");
-    static constexpr host::Pipe FILLS = source == TPosition::GM || source == TPosition::VECIN ? host::Pipe::MTE2 : host::Pipe::V;
-    static constexpr host::Pipe USES = source == TPosition::VECOUT || destination == TPosition::VECOUT ? host::Pipe::MTE3 : host::Pipe::V;
+    static constexpr host::Pipe FILLS =
+        source == TPosition::GM || source == TPosition::VECIN ? host::Pipe::MTE2 : host::Pipe::V;
+    static constexpr host::Pipe USES =
+        source == TPosition::VECOUT || destination == TPosition::VECOUT ? host::Pipe::MTE3 : host::Pipe::V;
     static constexpr TPosition POSITION = source == TPosition::GM ? destination : source;
     static_assert(host::position_of(POSITION) != host::Position::OTHER, "only the vector unit's queues are simulated");
 
@@ -215,7 +230,8 @@ class TBuf {
     LocalTensor<T> GetWithOffset(uint32_t count, uint32_t offset_bytes, HOST_PLACE) const {
         LocalTensor<T> all = Get<T>(place);
         const int64_t bytes = int64_t{count} * static_cast<int64_t>(sizeof(T));
-        host::require(offset_bytes + bytes <= buffer_->bytes, "a tensor that is longer than the TBuf of ", buffer_->bytes, " bytes");
+        host::require(offset_bytes + bytes <= buffer_->bytes, "a tensor that is longer than the TBuf of ", buffer_->bytes,
+                      " bytes");
         return LocalTensor<T>(buffer_, all.begin() + offset_bytes, bytes);
     }
 
@@ -237,7 +253,8 @@ class TPipe {
     void Destroy() {
         for (size_t i = first_; i < core_.buffers.size(); i++) {
             host::Buffer& buffer = core_.buffers[i];
-            const bool kept = buffer.of_queue && buffer.state != host::Buffer::State::Free && buffer.state != host::Buffer::State::Released;
+            const bool kept =
+                buffer.of_queue && buffer.state != host::Buffer::State::Free && buffer.state != host::Buffer::State::Released;
             if (kept && core_.complaint.empty()) {
                 core_.complaint = "core " + std::to_string(core_.index) + ", the end of a TPipe: a tensor of " +
                                   std::to_string(buffer.bytes) + " bytes was not freed";
@@ -259,7 +276,8 @@ class TPipe {
         queue.buffers_.clear();
         queue.queued_.clear();
         for (int i = 0; i < count; i++) {
-            queue.buffers_.push_back(take(bytes, host::position_of(TQueBind<source, destination, depth, mask>::POSITION), true));
+            queue.buffers_.push_back(
+                take(bytes, host::position_of(TQueBind<source, destination, depth, mask>::POSITION), true));
         }
         return true;
     }
@@ -296,10 +314,10 @@ class TPipe {
         const int64_t bytes = host::rounded_up(asked, host::BLOCK_BYTES);
         host::require(asked > 0, "a buffer without bytes");
         host::require(++count_ <= host::PIPE_BUFFERS, "more than ", host::PIPE_BUFFERS, " buffers in one TPipe");
-        host::require(core_.used + bytes <= host::LOCAL_BYTES, "local memory of ", host::LOCAL_BYTES, " bytes is full: ", core_.used,
-                      " are taken and ", bytes, " more are asked for");
-        core_.buffers.push_back({core_.used, bytes, position, of_queue,
-                                 of_queue ? host::Buffer::State::Free : host::Buffer::State::Allocated});
+        host::require(core_.used + bytes <= host::LOCAL_BYTES, "local memory of ", host::LOCAL_BYTES,
+                      " bytes is full: ", core_.used, " are taken and ", bytes, " more are asked for");
+        core_.buffers.push_back(
+            {core_.used, bytes, position, of_queue, of_queue ? host::Buffer::State::Free : host::Buffer::State::Allocated});
         host::Buffer* buffer = &core_.buffers.back();
         core_.used += bytes;
         core_.counters.peak_local_bytes = std::max(core_.counters.peak_local_bytes, core_.used);

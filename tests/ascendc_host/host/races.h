@@ -1,5 +1,6 @@
-// Between two SyncAll nothing orders the cores: global memory that one of them writes must not be touched by another, unless both
-// add to it atomically. What was touched is compared at every SyncAll and at the end, whatever the order in which cores ran.
+// Between two SyncAll nothing orders the cores: global memory that one of them writes must not be touched by another, unless
+// both add to it atomically. What was touched is compared at every SyncAll and at the end, whatever the order in which cores
+// ran.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +37,8 @@ struct OwnedAccess {
 // One core's accesses of one kind, in order and without overlap.
 inline void append_merged(const Core& c, Access::Kind kind, std::vector<OwnedAccess>& to) {
     std::vector<Access> chosen;
-    std::copy_if(c.accesses.begin(), c.accesses.end(), std::back_inserter(chosen), [&](const Access& a) { return a.kind == kind; });
+    std::copy_if(c.accesses.begin(), c.accesses.end(), std::back_inserter(chosen),
+                 [&](const Access& a) { return a.kind == kind; });
     std::sort(chosen.begin(), chosen.end(), [](const Access& a, const Access& b) { return a.begin < b.begin; });
     const size_t first = to.size();
     for (const Access& access : chosen) {
@@ -57,7 +59,8 @@ inline void report(const OwnedAccess& a, const OwnedAccess& b) {
                 " bytes of global memory without a SyncAll between them, and at least one writes");
 }
 
-// Throws if an access in `touching` overlaps with another core's in `changing`, or, if these are `exclusive`, if two cores' do there.
+// Throws if an access in `touching` overlaps with another core's in `changing`, or, if these are `exclusive`, if two cores' do
+// there.
 inline void compare(const std::vector<OwnedAccess>& changing, const std::vector<OwnedAccess>& touching, bool exclusive) {
     // Of the changes that begin at or before an address: the one that reaches farthest, and the farthest of any other core.
     struct Reach {

@@ -59,8 +59,8 @@ void write_bits(const AscendC::LocalTensor<uint8_t>& dst, int64_t count, F f) {
 
 template <class T>
 void check_repeats(int64_t count) {
-    require(count * static_cast<int64_t>(sizeof(T)) % REPEAT_BYTES == 0, "compares ", count, " elements: they must fill multiples of ",
-            REPEAT_BYTES, " bytes");
+    require(count * static_cast<int64_t>(sizeof(T)) % REPEAT_BYTES == 0, "compares ", count,
+            " elements: they must fill multiples of ", REPEAT_BYTES, " bytes");
 }
 
 inline void check_mask(int64_t mask, int64_t most) {
@@ -73,7 +73,8 @@ namespace AscendC {
 
 // dst[0] = sum of src. `work` must be as long as the device needs it.
 template <host::Floating T>
-void ReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work, const int32_t count, HOST_PLACE) {
+void ReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work, const int32_t count,
+               HOST_PLACE) {
     host::enter_vector("ReduceSum", &host::Counters::vector_reductions, count, place);
     host::require(count >= 1, "no elements");
     const float sum = host::tree_sum(src.read(host::Unit::Vector, 0, count), count);
@@ -83,16 +84,18 @@ void ReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const Local
     *dst.write(host::Unit::Vector, 0, 1) = T(sum);
 }
 
-// dst[0] = the largest or the least of src; dst[1], for an index that is not simulated, holds nothing. `work` is like ReduceSum's.
+// dst[0] = the largest or the least of src; dst[1], for an index that is not simulated, holds nothing. `work` is like
+// ReduceSum's.
 template <class T, class Choose>
-void reduce_to_extreme(const char* name, const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work, int32_t count,
-                       bool index, const host::Place& place, Choose choose) {
+void reduce_to_extreme(const char* name, const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work,
+                       int32_t count, bool index, const host::Place& place, Choose choose) {
     host::enter_vector(name, &host::Counters::vector_reductions, count, place);
     host::require(count >= 1, "no elements");
     host::require(!index, "indices are not simulated");
     const T* from = src.read(host::Unit::Vector, 0, count);
     const T value = *choose(from, from + count);
-    const int64_t repeats = (count + host::REPEAT<T> - 1) / host::REPEAT<T>, used = host::rounded_up(2 * repeats, host::BLOCK<T>);
+    const int64_t repeats = (count + host::REPEAT<T> - 1) / host::REPEAT<T>,
+                  used = host::rounded_up(2 * repeats, host::BLOCK<T>);
     work.write(host::Unit::Vector, 0, used);
     work.spoil(0, used * static_cast<int64_t>(sizeof(T)));
     *dst.write(host::Unit::Element, 0, 1) = value;
@@ -102,16 +105,19 @@ void reduce_to_extreme(const char* name, const LocalTensor<T>& dst, const LocalT
 template <host::Floating T>
 void ReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work, const int32_t count,
                bool calIndex = false, HOST_PLACE) {
-    reduce_to_extreme("ReduceMax", dst, src, work, count, calIndex, place, [](auto a, auto b) { return std::max_element(a, b); });
+    reduce_to_extreme("ReduceMax", dst, src, work, count, calIndex, place,
+                      [](auto a, auto b) { return std::max_element(a, b); });
 }
 
 template <host::Floating T>
 void ReduceMin(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<T>& work, const int32_t count,
                bool calIndex = false, HOST_PLACE) {
-    reduce_to_extreme("ReduceMin", dst, src, work, count, calIndex, place, [](auto a, auto b) { return std::min_element(a, b); });
+    reduce_to_extreme("ReduceMin", dst, src, work, count, calIndex, place,
+                      [](auto a, auto b) { return std::min_element(a, b); });
 }
 
-// Sums of blocks of 32 bytes. Of each repeat only the first `mask` elements count. The stride of dst is in results of a repeat (8).
+// Sums of blocks of 32 bytes. Of each repeat only the first `mask` elements count. The stride of dst is in results of a repeat
+// (8).
 template <host::Floating T, bool isSetMask = true>
 void BlockReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t repeats, const int32_t mask,
                     const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride, HOST_PLACE) {
@@ -154,8 +160,8 @@ void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
 
 // Bits of whether src0[i] and src1[i] compare so.
 template <host::Floating T>
-void Compare(const LocalTensor<uint8_t>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE mode, uint32_t count,
-             HOST_PLACE) {
+void Compare(const LocalTensor<uint8_t>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, CMPMODE mode,
+             uint32_t count, HOST_PLACE) {
     host::enter_vector("Compare", &host::Counters::vector_selections, count, place);
     host::check_repeats<T>(count);
     const T *x = src0.read(host::Unit::Vector, 0, count), *y = src1.read(host::Unit::Vector, 0, count);
@@ -176,8 +182,8 @@ void CompareScalar(const LocalTensor<uint8_t>& dst, const LocalTensor<T>& src, c
 
 // src0[i] where the bit is set, else the scalar or src1[i].
 template <host::Floating T, class M>
-void Select(const LocalTensor<T>& dst, const LocalTensor<M>& bits, const LocalTensor<T>& src0, T scalar, SELMODE mode, uint32_t count,
-            HOST_PLACE) {
+void Select(const LocalTensor<T>& dst, const LocalTensor<M>& bits, const LocalTensor<T>& src0, T scalar, SELMODE mode,
+            uint32_t count, HOST_PLACE) {
     host::enter_vector("Select", &host::Counters::vector_selections, count, place);
     host::require(mode == SELMODE::VSEL_TENSOR_SCALAR_MODE, "a scalar in a mode of tensors");
     const uint8_t* chosen = bits.template ReinterpretCast<uint8_t>().read(host::Unit::Vector, 0, (count + 7) / 8);
@@ -221,7 +227,8 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
 // Each of 8 elements per repeat fills a block of 32 bytes.
 template <class T>
     requires(sizeof(T) == 2 || sizeof(T) == 4)
-void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const uint8_t repeats, const BrcbRepeatParams& params, HOST_PLACE) {
+void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, const uint8_t repeats, const BrcbRepeatParams& params,
+          HOST_PLACE) {
     host::enter_vector("Brcb", &host::Counters::vector_fills, int64_t{repeats} * 8 * host::BLOCK<T>, place);
     const T* from = src.read(host::Unit::Vector, 0, int64_t{repeats} * 8);
     for (int64_t i = 0; i < int64_t{repeats} * 8; i++) {

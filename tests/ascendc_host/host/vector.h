@@ -1,5 +1,5 @@
-// Calls of the vector unit that take the first `count` elements: arithmetic, functions, casts, fills. Narrow numbers are calculated
-// as float and rounded once, which the device may do otherwise.
+// Calls of the vector unit that take the first `count` elements: arithmetic, functions, casts, fills. Narrow numbers are
+// calculated as float and rounded once, which the device may do otherwise.
 #pragma once
 
 #include <cmath>
@@ -17,13 +17,15 @@ concept Floating = std::same_as<T, half> || std::same_as<T, float>;
 template <class T>
 concept Fillable = Arithmetic<T> || std::same_as<T, bfloat16_t> || std::same_as<T, uint16_t> || std::same_as<T, uint32_t>;
 template <class T>
-concept Shiftable = std::same_as<T, int16_t> || std::same_as<T, int32_t> || std::same_as<T, uint16_t> || std::same_as<T, uint32_t>;
+concept Shiftable =
+    std::same_as<T, int16_t> || std::same_as<T, int32_t> || std::same_as<T, uint16_t> || std::same_as<T, uint32_t>;
 template <class T>
 concept Bits = std::same_as<T, int16_t> || std::same_as<T, uint16_t>;
 
 // Operands may be the same tensor, but not overlap otherwise.
 template <class T, class U>
-void check_overlap(const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<U>& src, int64_t dst_count, int64_t src_count) {
+void check_overlap(const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<U>& src, int64_t dst_count,
+                   int64_t src_count) {
     const int64_t dst_end = dst.begin() + dst_count * static_cast<int64_t>(sizeof(T));
     const int64_t src_end = src.begin() + src_count * static_cast<int64_t>(sizeof(U));
     require(dst.begin() == src.begin() || dst_end <= src.begin() || src_end <= dst.begin(),
@@ -72,30 +74,30 @@ using host::widened;
             dst, src0, src1);                                                                                                 \
     }
 
-#define HOST_UNARY(NAME, TYPES, COUNTER, RESULT)                                                    \
-    template <TYPES T>                                                                              \
-    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t count, HOST_PLACE) {    \
-        host::elementwise(                                                                          \
-            #NAME, &host::Counters::COUNTER, place, count,                                          \
-            [](T a) {                                                                               \
-                const auto x = widened(a);                                                          \
-                return static_cast<T>(RESULT);                                                      \
-            },                                                                                      \
-            dst, src);                                                                              \
+#define HOST_UNARY(NAME, TYPES, COUNTER, RESULT)                                                 \
+    template <TYPES T>                                                                           \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t count, HOST_PLACE) { \
+        host::elementwise(                                                                       \
+            #NAME, &host::Counters::COUNTER, place, count,                                       \
+            [](T a) {                                                                            \
+                const auto x = widened(a);                                                       \
+                return static_cast<T>(RESULT);                                                   \
+            },                                                                                   \
+            dst, src);                                                                           \
     }
 
 // s is the scalar.
-#define HOST_SCALAR(NAME, TYPES, COUNTER, RESULT)                                                                     \
-    template <TYPES T>                                                                                                \
-    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalar, int32_t count, HOST_PLACE) {     \
-        const auto s = widened(scalar);                                                                               \
-        host::elementwise(                                                                                            \
-            #NAME, &host::Counters::COUNTER, place, count,                                                            \
-            [s](T a) {                                                                                                \
-                const auto x = widened(a);                                                                            \
-                return static_cast<T>(RESULT);                                                                        \
-            },                                                                                                        \
-            dst, src);                                                                                                \
+#define HOST_SCALAR(NAME, TYPES, COUNTER, RESULT)                                                                 \
+    template <TYPES T>                                                                                            \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalar, int32_t count, HOST_PLACE) { \
+        const auto s = widened(scalar);                                                                           \
+        host::elementwise(                                                                                        \
+            #NAME, &host::Counters::COUNTER, place, count,                                                        \
+            [s](T a) {                                                                                            \
+                const auto x = widened(a);                                                                        \
+                return static_cast<T>(RESULT);                                                                    \
+            },                                                                                                    \
+            dst, src);                                                                                            \
     }
 
 HOST_BINARY(Add, host::Arithmetic, vector_arithmetic, x + y)
@@ -152,7 +154,9 @@ void Duplicate(const LocalTensor<T>& dst, const T& value, int32_t count, HOST_PL
 // first, first + step, first + 2 * step, ...
 template <host::Arithmetic T>
 void ArithProgression(const LocalTensor<T>& dst, const T first, const T step, const int32_t count, HOST_PLACE) {
-    const auto f = [first, step, i = int32_t{0}]() mutable { return T(widened(first) + static_cast<host::Wide<T>>(i++) * widened(step)); };
+    const auto f = [first, step, i = int32_t{0}]() mutable {
+        return T(widened(first) + static_cast<host::Wide<T>>(i++) * widened(step));
+    };
     host::elementwise("ArithProgression", &host::Counters::vector_fills, place, count, f, dst);
 }
 
@@ -173,7 +177,8 @@ constexpr bool castable(AscendC::RoundMode mode) {
     if constexpr (std::same_as<U, float>) {
         if constexpr (std::same_as<T, half>) return true;
         return (std::same_as<T, float> || std::same_as<T, bfloat16_t> || std::same_as<T, int64_t> || std::same_as<T, int32_t> ||
-                std::same_as<T, int16_t>) && rounds;
+                std::same_as<T, int16_t>) &&
+               rounds;
     }
     if constexpr (std::same_as<U, half>) {
         if constexpr (std::same_as<T, float>) return !rounds;

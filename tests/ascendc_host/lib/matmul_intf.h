@@ -24,7 +24,8 @@ namespace AscendC {
 
 template <TPosition position, CubeFormat format, class Type, bool isTrans = false>
 struct MatmulType {
-    static_assert(position == TPosition::GM && format == CubeFormat::ND, "only row-by-row matrices in global memory are simulated");
+    static_assert(position == TPosition::GM && format == CubeFormat::ND,
+                  "only row-by-row matrices in global memory are simulated");
     using T = Type;
     static constexpr bool TRANSPOSABLE = isTrans;
 };
@@ -71,8 +72,9 @@ class Matmul {
         if (n != -1) columns_ = n;
         if (k != -1) depth_ = k;
         host::require(rows_ > 0 && columns_ > 0 && depth_ > 0, "a product without elements");
-        host::require(rows_ <= most_rows_ && columns_ <= most_columns_ && depth_ <= most_depth_, "a product of ", rows_, " x ", depth_,
-                      " x ", columns_, ": the tiling was made for ", most_rows_, " x ", most_depth_, " x ", most_columns_);
+        host::require(rows_ <= most_rows_ && columns_ <= most_columns_ && depth_ <= most_depth_, "a product of ", rows_, " x ",
+                      depth_, " x ", columns_, ": the tiling was made for ", most_rows_, " x ", most_depth_, " x ",
+                      most_columns_);
     }
     void SetTensorA(const GlobalTensor<ElementA>& a, bool transposed = false, HOST_PLACE) {
         host::enter("Matmul::SetTensorA", place);
@@ -89,11 +91,12 @@ class Matmul {
         has_b_ = true;
     }
 
-    // atomic: 0 writes C, 1 adds to it. Without `sync` it returns before the product is done, and `wait` says that WaitIterateAll
-    // follows; the stand-in calculates at once, and throws where the kernel touches operands or result too early.
+    // atomic: 0 writes C, 1 adds to it. Without `sync` it returns before the product is done, and `wait` says that
+    // WaitIterateAll follows; the stand-in calculates at once, and throws where the kernel touches operands or result too
+    // early.
     template <bool sync = true>
-    void IterateAll(const GlobalTensor<ElementC>& to, uint8_t atomic = 0, bool sequential = false, bool wait = false, bool fake = false,
-                    HOST_PLACE) {
+    void IterateAll(const GlobalTensor<ElementC>& to, uint8_t atomic = 0, bool sequential = false, bool wait = false,
+                    bool fake = false, HOST_PLACE) {
         host::Core& c = host::enter("Matmul::IterateAll", place);
         host::require(ready_, "Init comes first");
         host::require(has_a_ && has_b_, "an operand is not set");
@@ -102,7 +105,8 @@ class Matmul {
         host::require(!pending_, "WaitIterateAll was not called for the last product");
         pending_ = !sync && wait;
         product_ = ++c.products;
-        const std::vector<float> a = operand(a_, a_transposed_ ? depth_ : rows_, a_transposed_ ? rows_ : depth_, a_transposed_ ? m_ : ka_);
+        const std::vector<float> a =
+            operand(a_, a_transposed_ ? depth_ : rows_, a_transposed_ ? rows_ : depth_, a_transposed_ ? m_ : ka_);
         const std::vector<float> b =
             operand(b_, b_transposed_ ? columns_ : depth_, b_transposed_ ? depth_ : columns_, b_transposed_ ? kb_ : n_);
         c.counters.matmuls++;
@@ -111,7 +115,8 @@ class Matmul {
         c.counters.bytes_matmul_results += int64_t{rows_} * columns_ * static_cast<int64_t>(sizeof(ElementC));
         const std::vector<float> columns = b_transposed_ ? transposed(b, columns_, depth_) : b;
         std::vector<float> row(static_cast<size_t>(columns_));
-        host::require(columns_ <= row_of_c_, "the result's rows of ", columns_, " elements do not fit into rows of ", row_of_c_);
+        host::require(columns_ <= row_of_c_, "the result's rows of ", columns_, " elements do not fit into rows of ",
+                      row_of_c_);
         for (int i = 0; i < rows_; i++) {
             std::fill(row.begin(), row.end(), 0.0f);
             for (int k = 0; k < depth_; k++) {
@@ -136,7 +141,9 @@ class Matmul {
 
   private:
     // The last product is done, and with it all before.
-    void settle(host::Core& c) { std::erase_if(c.pending, [this](const host::Pending& p) { return p.product <= product_; }); }
+    void settle(host::Core& c) {
+        std::erase_if(c.pending, [this](const host::Pending& p) { return p.product <= product_; });
+    }
 
     void keep(const void* address, int64_t bytes, bool result) {
         const uintptr_t begin = reinterpret_cast<uintptr_t>(address);
