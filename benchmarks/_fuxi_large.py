@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from _results import markdown_table
 
@@ -14,8 +15,8 @@ TABLE_7 = {32: (22.21, 17.42), 64: (31.64, 23.44), 128: (50.39, 34.27)}
 """Negatives -> GB on the device in the paper: plain, offloaded."""
 PAPER_BATCH = 15
 """Histories of the device's batch of Table 7: its differences are the tensor [T, R, D] of that many."""
-ITEMS = 32_038_725
-"""Videos of KuaiRand-27K; fewer are left by the paper's filter, which it does not say."""
+ITEMS = (1_000_000, 32_038_725)
+"""A catalogue, and all videos of KuaiRand-27K; the paper filters these and does not say how many are left."""
 
 
 GATHERED = "gathered"
@@ -26,6 +27,7 @@ class Extrapolated:
     """One line of the table.
 
     Attributes:
+        items: of the catalogue.
         batch: histories of 2,048 tokens.
         negatives: R.
         rest: GB of all else, by Table 7.
@@ -33,6 +35,7 @@ class Extrapolated:
         host: GB on the host where they are offloaded.
     """
 
+    items: int
     batch: int
     negatives: int
     rest: float
@@ -52,20 +55,21 @@ def rest_of_the_paper() -> tuple[float, float]:
     return first - few * growth, growth
 
 
-def extrapolated(batches: tuple[int, ...] = (8, 15), negatives: tuple[int, ...] = (32, 64, 128, 512)) -> Iterator[Extrapolated]:
-    """FuXi-large with uniform negatives of all of KuaiRand-27K's videos.
+def extrapolated(
+    items: tuple[int, ...] = ITEMS, batches: tuple[int, ...] = (8, 15), negatives: tuple[int, ...] = (32, 64, 128, 512)
+) -> Iterator[Extrapolated]:
+    """FuXi-large with uniform negatives of catalogues, batches of histories of 2,048 tokens, and numbers of negatives.
 
     How much of all else hangs on the batch is not known: it is taken as it was with 15 histories, so that the savings with
     fewer look smaller than they are.
     """
     rest, _ = rest_of_the_paper()
-    for batch in batches:
-        for count in negatives:
-            tokens = batch * LENGTH
-            whole, half = (NegativeLoad.expected(tokens, drawn, WIDTH, ITEMS) for drawn in (count, count // 2))
-            found = choices(whole, half)
-            gigabytes = {name: each.device / 1e9 for name, each in found.items()}
-            yield Extrapolated(batch, count, rest, gigabytes, found["offload"].host / 1e9)
+    for num_items, batch, count in product(items, batches, negatives):
+        tokens = batch * LENGTH
+        whole, half = (NegativeLoad.expected(tokens, drawn, WIDTH, num_items) for drawn in (count, count // 2))
+        found = choices(whole, half)
+        gigabytes = {name: each.device / 1e9 for name, each in found.items()}
+        yield Extrapolated(num_items, batch, count, rest, gigabytes, found["offload"].host / 1e9)
 
 
 def extrapolated_table() -> str:
@@ -73,7 +77,11 @@ def extrapolated_table() -> str:
     lines = list(extrapolated())
     names = list(lines[0].gigabytes)
     rows = [
-        [f"{line.batch}", f"{line.negatives}", *(f"{line.gigabytes[name]:.2f}" for name in names), f"{line.host:.1f}"]
+        [
+            *(f"{number:,}" for number in (line.items, line.batch, line.negatives)),
+            *(f"{line.gigabytes[name]:.2f}" for name in names),
+            f"{line.host:.1f}",
+        ]
         for line in lines
     ]
-    return markdown_table(["histories", "negatives", *names, "host, offload"], rows, left=2)
+    return markdown_table(["items", "histories", "negatives", *names, "host, offload"], rows, left=0)

@@ -267,12 +267,12 @@ def main() -> int:
     rounds = 2 if arguments.quick else arguments.rounds
     tables = {shape: measure(report, host, shape, rounds, sides) for shape in shapes}
     for line in extrapolated():
+        where = f"computed, FuXi-large, {line.batch} x {LENGTH:,} tokens, {line.items:,} items, {line.negatives} negatives"
         for choice in line.gigabytes:
             if choice != GATHERED:
-                claim = f"computed, FuXi-large, {line.batch} x {LENGTH:,} tokens, {line.negatives} negatives: {choice}"
-                report.add(f"{claim}, negatives", line.gigabytes[choice], "GB", baseline=line.gigabytes[GATHERED])
+                report.add(f"{where}: {choice}", line.gigabytes[choice], "GB", baseline=line.gigabytes[GATHERED])
     report.note(f"{host.name}, {torch.get_num_threads()} threads, torch {torch.__version__}, fp32; offloaded: {SEGMENT} tokens")
-    report.note("'computed' are bytes of turbogr.negative_bytes; of FuXi-large with all videos of KuaiRand-27K, nothing is run")
+    report.note("'computed' are bytes of turbogr.negative_bytes; of FuXi-large nothing is run")
     if arguments.page and not arguments.quick:
         write_section(PAGE, host.section, section(tables))
         write_section(PAGE, "negatives of FuXi-large", extrapolated_table())

@@ -13,8 +13,8 @@ T R negatives. In a training step, where the most is alive at once, in the loss'
 TurboGR (section 4.3.1) offloads the gathered tensor. Its Table 7 is that tensor: batches of 15 histories of 2,048 tokens, D =
 1,024 and float32 make T R D 4 bytes = 16.1 GB at 128 negatives, where 50.39 - 34.27 GB were saved.
 
-All of them compute [T, R] logits; sharing (section 4.3.3) makes these k R wide and nothing else larger but the segments: what is
-borrowed is multiplied with the borrower's output, and its rows come with the borrower's segment.
+All of them compute [T, R] logits; sharing (section 4.3.3) makes these k R wide and nothing else larger but the segments: what
+is borrowed is multiplied with the output of the borrower, and its rows come with the segment of the borrower.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _fuxi_large import GATHERED, TABLE_7, extrapolated, extrapolated_table, rest_of_the_paper
+from _fuxi_large import GATHERED, ITEMS, TABLE_7, extrapolated, extrapolated_table, rest_of_the_paper
 from _negative_sides import PLAIN, SIDES
 from _overlap import beside
 from _report import Report
-from negative_memory import Host, Measured, Shape, add_rows, measure, section
+from negative_memory import Cuda, Host, Measured, Shape, add_rows, measure, section
 
 TINY = Shape("tiny", 1, 256, 20_000, (8,), promised=False)
 
@@ -72,7 +72,7 @@ def test_the_paper_is_met_where_it_measured():
     rest, growth = rest_of_the_paper()
     assert rest == pytest.approx(12.8, abs=0.05)
     assert growth == pytest.approx(0.2935, abs=0.001)
-    for line in extrapolated((15,), tuple(TABLE_7)):
+    for line in extrapolated(ITEMS[1:], (15,), tuple(TABLE_7)):
         plain, offloaded = TABLE_7[line.negatives]
         tensor = (line.gigabytes[GATHERED]) / 2
         assert plain - offloaded == pytest.approx(tensor, abs=0.8)
@@ -82,11 +82,25 @@ def test_the_paper_is_met_where_it_measured():
 
 def test_the_extrapolated_table_has_all_choices():
     lines = extrapolated_table().splitlines()
-    assert lines[0].startswith("| histories | negatives | gathered | fused |")
-    assert len(lines) == 2 + 2 * 4
+    assert lines[0].startswith("| items | histories | negatives | gathered | fused |")
+    assert len(lines) == 2 + 2 * 2 * 4
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
     large = [line for line in extrapolated() if line.negatives == 512]
     assert all(line.gigabytes["offload"] < line.gigabytes["fused"] / 10 for line in large)
+
+
+def test_the_gpus_way_of_measuring(monkeypatch):
+    """As far as it can be followed without a GPU."""
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 350)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    gpu, calls = Cuda(), []
+    assert gpu.peak(lambda: calls.append(1)) == 250
+    assert gpu.seconds(lambda: calls.append(2)) >= 0
+    assert calls == [1, 2]
+    assert (gpu.name, gpu.shapes[0].size, gpu.scratch(TINY.batch(8, 0), SIDES["fused"])) == ("Some GPU", "medium", 0)
 
 
 @pytest.mark.parametrize(
