@@ -111,6 +111,11 @@ VARIANTS = {
 }
 COMPARISONS = (Comparison("128", "64-shared", "64"), Comparison("8", "4-shared", "4"))
 PRECISIONS = ("128", "128-fp16")
+HOW = """\
+HSTU by `recipes/movielens-100k/hstu.yaml`, so many epochs as the commands say, tested at the epoch that was best on validation:
+mean and half the range over seeds 1, 2 and 3, the differences by seed, and the standard error of a difference of two means that
+the spread over seeds implies. All runs: `benchmarks/logit_sharing.py`, `docs/results/logit_sharing.jsonl`."""
+"""What stands above the tables of a page."""
 
 
 def fit_command(name: str, variant: str, seed: int) -> list[str]:
@@ -204,7 +209,7 @@ def shown_error(error: float) -> str:
 
 def section(rows: Sequence[Row]) -> str:
     """Every data set's tables and the commands that made them, as Markdown."""
-    parts = ["### Logit sharing"]
+    parts = ["### Logit sharing", HOW]
     for name, study in STUDIES.items():
         for comparison in COMPARISONS:
             if complete(rows, name, (comparison.whole, comparison.shared, comparison.half)):
