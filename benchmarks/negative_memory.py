@@ -266,13 +266,13 @@ def main() -> int:
     shapes = QUICK if arguments.quick else host.shapes
     rounds = 2 if arguments.quick else arguments.rounds
     tables = {shape: measure(report, host, shape, rounds, sides) for shape in shapes}
-    for line in extrapolated():
+    for line in extrapolated(negatives=(PROMISED,)):
         where = f"computed, FuXi-large, {line.batch} x {LENGTH:,} tokens, {line.items:,} items, {line.negatives} negatives"
         for choice in line.gigabytes:
             if choice != GATHERED:
                 report.add(f"{where}: {choice}", line.gigabytes[choice], "GB", baseline=line.gigabytes[GATHERED])
     report.note(f"{host.name}, {torch.get_num_threads()} threads, torch {torch.__version__}, fp32; offloaded: {SEGMENT} tokens")
-    report.note("'computed' are bytes of turbogr.negative_bytes; of FuXi-large nothing is run")
+    report.note("'computed' are bytes of turbogr.negative_bytes; of FuXi-large nothing is run, and docs/negatives.md has more")
     if arguments.page and not arguments.quick:
         write_section(PAGE, host.section, section(tables))
         write_section(PAGE, "negatives of FuXi-large", extrapolated_table())

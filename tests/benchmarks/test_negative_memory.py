@@ -8,7 +8,8 @@ from _fuxi_large import GATHERED, ITEMS, TABLE_7, extrapolated, extrapolated_tab
 from _negative_sides import PLAIN, SIDES
 from _overlap import beside
 from _report import Report
-from negative_memory import Cuda, Host, Measured, Shape, add_rows, measure, section
+from _results import with_section
+from negative_memory import PAGE, Cuda, Host, Measured, Shape, add_rows, measure, section
 
 TINY = Shape("tiny", 1, 256, 20_000, (8,), promised=False)
 
@@ -65,6 +66,11 @@ def test_the_page_has_a_line_for_each_number_of_negatives():
         "| 32 | 0.50 GB, 1.50 s | 0.50 GB, -0 %, x 0.50 |",
         "| 128 | 0.50 GB, 1.50 s | 0.50 GB, -0 %, x 0.50 |",
     ]
+
+
+@pytest.mark.parametrize("name", [Host.section, Cuda.section, "negatives of FuXi-large"])
+def test_the_page_has_a_place_for_each_table(name):
+    assert "what was measured" in with_section(PAGE.read_text(encoding="utf-8"), name, "what was measured")
 
 
 def test_the_paper_is_met_where_it_measured():
