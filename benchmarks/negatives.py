@@ -6,6 +6,9 @@ same inputs; results and gradients must agree before anything is timed. Calls ar
 the rounds; with one thread, process time is counted, so that neighbours on the machine disturb little. All sides run with freed
 memory kept by the process. Peak memory counts PyTorch's allocations and, for C++, the kernel's own scratch as well, as the most
 that it can be: twelve bytes a sample while the gradient of the rows is summed.
+
+Rows in half precision are compared with rows in float32 by the same operator: once as they are, and once normalised on the way
+in, which float32 rows are by a copy and half ones by factors.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from turbogr.ops.backend import Backend
-from turbogr.ops.negative_logits import KERNEL, negative_logits
+from turbogr.ops.negative_logits import KERNEL, negative_logits, negative_logits_gradients
+from turbogr.ops.normalise import EPS, normalised
 from turbogr.ops.sampled_softmax import sampled_softmax
 
 TEMPERATURE = 0.05
@@ -153,6 +157,37 @@ def measure(report: Report, name: str, shape: Shape, sides: dict[str, Side], rou
         report.add(f"{name}, {shape}: {side}, peak memory", peak / MIB, "MiB", baseline=baseline / MIB)
 
 
+def apart(problem: Problem, backend: Backend, rows: Tensor, normalise: bool) -> tuple[Tensor, ...]:
+    """Logits and both gradients from rows that autograd does not see; a copy normalises float32 rows, factors half ones."""
+    factors = None
+    if normalise and rows.dtype == torch.float32:
+        rows = normalised(rows, backend=backend)
+    elif normalise:
+        factors = 1 / torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).clamp(min=EPS)
+    tokens = problem.output.detach()
+    logits = negative_logits(tokens, rows, problem.negatives, factors=factors, backend=backend)
+    gradients = negative_logits_gradients(problem.gradient, tokens, rows, problem.negatives, factors=factors, backend=backend)
+    return logits, *gradients
+
+
+def measure_half(report: Report, shape: Shape, backends: list[Backend], rounds: int) -> None:
+    """Adds the rows of `negative_logits` on half rows at one shape."""
+    problem = Problem.of(shape)
+    rows = problem.rows.detach()
+    for backend in backends:
+        for normalise in (False, True):
+            half = {name: rows.to(dtype) for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16))}
+            sides = {"fp32": rows, **half}
+            seconds: dict[str, list[float]] = {side: [] for side in sides}
+            for _ in range(rounds):
+                for side, stored in sides.items():
+                    seconds[side].append(timed(partial(apart, problem, backend, stored, normalise)))
+            for side in half:
+                ratio = statistics.median(b / a for a, b in zip(seconds[side], seconds["fp32"], strict=True))
+                how = "normalised by factors over a normalised copy of fp32" if normalise else "over fp32"
+                report.add(f"rows kept apart, {shape}: {backend}, {side} {how}", ratio, "x", baseline=1.0)
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -169,6 +204,7 @@ def main() -> int:
         ):
             sides: dict[str, Side] = {backend: partial(operator, backend) for backend in backends}
             measure(report, name, shape, {**sides, "materialised": baseline}, 3 if arguments.quick else 5)
+        measure_half(report, shape, backends, 3 if arguments.quick else 5)
     report.note(f"{torch.get_num_threads()} threads, torch {torch.__version__}, fp32")
     report.note(
         "results: the logits or the loss and both gradients, which every side returns; the gradient of the rows is [U, D]"

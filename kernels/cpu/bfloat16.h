@@ -27,9 +27,17 @@ typedef uint16_t ShortLanes __attribute__((vector_size(2 * LANES)));
 typedef uint32_t UnsignedLanes __attribute__((vector_size(4 * LANES)));
 
 static inline Vector load(const BFloat16* from) {
+#if defined(__AVX512F__)  // GCC widens halves of a vector, and puts them together
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return as_floats(reinterpret_cast<Lanes>(words) << 16);
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return as_floats(reinterpret_cast<Lanes>(words) << 16);
+#else
     ShortLanes bits;
     std::memcpy(&bits, from, sizeof bits);
     return as_floats(__builtin_convertvector(bits, Lanes) << 16);
+#endif
 }
 
 // The bits to the nearest, ties to even, in the lower half of each lane.

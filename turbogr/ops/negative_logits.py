@@ -189,7 +189,9 @@ def sample_logits(output: Tensor, rows: Tensor, index: Tensor, factors: Tensor |
             torch.gather(output[part] @ few.T, 1, index[part], out=logits[part])
     else:
         for part in _segments(len(index), samples * width * output.element_size()):
-            sampled = _sampled(rows, index[part], output.dtype)
+            sampled = (
+                rows.index_select(0, index[part].reshape(-1)).view(part.stop - part.start, samples, width).to(output.dtype)
+            )
             # The vector on the left: products of many small matrices with a column are several times slower on a CPU.
             torch.bmm(output[part].unsqueeze(1), sampled.transpose(1, 2), out=logits[part].unsqueeze(1))
     return logits if factors is None else logits.mul_(factors[index])
@@ -197,15 +199,10 @@ def sample_logits(output: Tensor, rows: Tensor, index: Tensor, factors: Tensor |
 
 def weighted_rows(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     """[T, D] in the weights' dtype: sum over r of weights[t, r] * rows[index[t, r]], in PyTorch."""
-    samples, width = index.shape[1], rows.shape[1]
     if not index.numel():
-        return weights.new_zeros(len(index), width)
-    if rows.dtype != weights.dtype:  # bags know one dtype
-        sums = weights.new_empty(len(index), width)
-        for part in _segments(len(index), samples * width * weights.element_size()):
-            torch.bmm(weights[part].unsqueeze(1), _sampled(rows, index[part], weights.dtype), out=sums[part].unsqueeze(1))
-        return sums
-    return F.embedding_bag(index, rows, per_sample_weights=weights, mode="sum")
+        return weights.new_zeros(len(index), rows.shape[1])
+    # Bags know one dtype. A wide copy of the rows is no larger than their gradient, which backward makes next.
+    return F.embedding_bag(index, rows.to(weights.dtype), per_sample_weights=weights, mode="sum")
 
 
 def row_sums(weights: Tensor, output: Tensor, index: Tensor, num_rows: int) -> Tensor:
@@ -225,11 +222,6 @@ def row_sums(weights: Tensor, output: Tensor, index: Tensor, num_rows: int) -> T
     weight = weights.flatten().index_select(0, order)
     tokens = order.div_(index.shape[1], rounding_mode="floor")
     return F.embedding_bag(tokens, output, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)
-
-
-def _sampled(rows: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """[t, R, D]: the rows of some tokens, gathered as they are stored and then widened."""
-    return rows.index_select(0, index.reshape(-1)).view(*index.shape, rows.shape[1]).to(dtype)
 
 
 def _dense(num_rows: int, index: Tensor) -> bool:
