@@ -7,6 +7,7 @@
 #include <string>
 
 #include "guards_global.h"
+#include "guards_limits.h"
 #include "guards_local.h"
 #include "guards_matmul.h"
 #include "guards_pipes.h"
@@ -25,6 +26,9 @@ extern "C" void run_guard(const char* name, int64_t wrong, int64_t seed, host::O
         guards::add_matmul(cases);
         guards::add_pipes(cases);
         guards::add_caches(cases);
+        guards::add_limits_of_copies(cases);
+        guards::add_limits_of_the_vector_unit(cases);
+        guards::add_limits_of_products(cases);
         if (cases.count(name) == 0) throw std::runtime_error(std::string("no case ") + name);
         guards::Memory memory;
         const auto& kernel = cases[name];

@@ -111,6 +111,22 @@ GUARDS = {
     "cache older than a copy": "reads what its cache holds from before it was written",
     "cache older than another core's write": "reads what its cache holds from before it was written",
     "two cores write one line": r"race: core \d \(GlobalTensor::SetValue.* the same 64 bytes",
+    "blocks without bytes": "blocks of 0 bytes: there may be 1 to 2097151",
+    "8-byte elements padded with another number": "8-byte elements are padded with 0 only",
+    "atomic adding of a type that has none": "this type cannot be added atomically",
+    "sum of no elements": "ReduceSum .*: no elements",
+    "largest of no elements": "ReduceMax .*: no elements",
+    "least element's index": "ReduceMin .*: indices are not simulated",
+    "blocks summed in too many repeats": "BlockReduceSum .*: more than 255 repeats",
+    "mask without elements": "a mask of 0 elements",
+    "repeats summed in too many repeats": "WholeReduceSum .*: more than 255 repeats",
+    "whole numbers compared by size": "int32_t compares for equality only",
+    "selection of tensors in a mode of scalars": "two tensors in a mode of scalars",
+    "product of shapes that are not positive": "shapes must be positive",
+    "product without elements": "a product without elements",
+    "second operand transposed against its type": "B's type does not allow it",
+    "product that is not written in place": "only results in place are simulated",
+    "operand whose rows do not fit": "an operand's rows of 8 elements lie in rows of 7",
 }
 
 
@@ -139,6 +155,11 @@ def test_races_are_noticed_in_any_order_of_the_cores(name, seed):
 def test_only_a_launch_may_call():
     with pytest.raises(StandInError, match="called outside of host::launch"):
         driver("guards").call("run_outside")
+
+
+def test_a_launch_without_cores_is_refused():
+    with pytest.raises(StandInError, match="a launch needs a core"):
+        driver("guards").call("run_failing", 0, 0)
 
 
 def test_memory_that_is_registered_twice_is_noticed():
