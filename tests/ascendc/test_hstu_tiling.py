@@ -38,6 +38,15 @@ def test_everything_fits(heads, qk, v, cores, element):
             assert facts["workspace_backward"] // cores < 2**30
 
 
+def test_workspace_does_not_grow_with_the_batch():
+    """No tensor of the batch's size is kept there: nothing can be padded, converted or copied as a whole."""
+    few, many = facts_of(tokens=1000), facts_of(tokens=100_000)
+    for field in ("workspace_forward", "workspace_backward"):
+        assert many[field] == few[field]
+    longer = facts_of(positions=8192)
+    assert longer["workspace_backward"] > few["workspace_backward"], "negative control: tables of gradients are kept there"
+
+
 def test_wide_tables_take_narrower_strips():
     assert facts_of(times=28)["strip_rows"] == 32
     assert facts_of(times=1000)["strip_rows"] < 32
