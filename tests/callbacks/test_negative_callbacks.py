@@ -66,6 +66,27 @@ def test_what_they_switch_on(data):
     assert seen(data, NegativeQuantization(), NegativeOffload(5, "offload")) == both
 
 
+class Break(pl.Callback):
+    """Ends training with an exception."""
+
+    def __init__(self, exception: BaseException) -> None:
+        self.exception = exception
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        assert pl_module.negatives.sharing is not None
+        raise self.exception
+
+
+@pytest.mark.parametrize("exception", [KeyboardInterrupt(), RuntimeError("out of memory")], ids=["Ctrl-C", "error"])
+def test_training_that_is_cut_short_leaves_nothing_switched_on(data, exception):
+    model = model_of(data)
+    callbacks = [NegativeOffload(5, "offload"), NegativeQuantization(), LogitSharing(2), Break(exception)]
+    trainer = pl.Trainer(**QUIET, callbacks=callbacks, max_epochs=1, enable_checkpointing=False)
+    with pytest.raises((RuntimeError, SystemExit)):  # Lightning makes SystemExit of Ctrl-C
+        trainer.fit(model, data)
+    assert (model.negatives.sharing, model.negatives.segment, model.embeddings.apart) == (None, None, {})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -131,6 +152,18 @@ def test_on_a_device_bytes_decide(data, memory, offloads, monkeypatch, caplog):
     assert (NEGATIVES in model.embeddings.apart) == offloads
     assert f"negatives are {'offloaded to the host' if offloads else 'not offloaded'} (" in caplog.text
     assert " fused, " in caplog.text
+
+
+def test_negatives_within_the_batch_are_not_offloaded_by_themselves(data, caplog):
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda")),
+        datamodule=SequenceDataModule(data.prepared.path, num_negatives=4, negative_sampling="in_batch", num_workers=0),
+    )
+    model = model_of(data)
+    with caplog.at_level("INFO"):
+        NegativeOffload(segment=1).on_fit_start(trainer, model)
+    assert NEGATIVES not in model.embeddings.apart
+    assert "not offloaded (negatives drawn within the batch are targets" in caplog.text
 
 
 def test_features_of_items_are_refused_where_rows_are_kept_apart(data):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from turbogr.batch import JaggedBatch
-from turbogr.callbacks.negative_path import negative_path
+from turbogr.callbacks.negative_path import NegativeCallback, negative_path
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
 from turbogr.losses import refuse_without
@@ -26,7 +26,7 @@ def recommended(tokens: float) -> int:
     return max(2, round(4 - 2 * math.log(tokens / FEW_TOKENS) / math.log(ENOUGH_TOKENS / FEW_TOKENS)))
 
 
-class LogitSharing(Callback):
+class LogitSharing(NegativeCallback):
     """Extends each token's R negatives to k R by negatives of other tokens of its batch; none of them is looked up for it.
 
     loss_i = -log(exp(l_i+) / (exp(l_i+) + sum_j exp(o_i . n_ij / temperature) + delta_i)), where delta_i sums the same over

@@ -5,24 +5,21 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from turbogr.callbacks.negative_path import keep_apart, keep_together, negative_path
+from turbogr.callbacks.negative_path import NegativeCallback, keep_apart, keep_together, negative_path
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.tokens import NEGATIVES
-from turbogr.negative_bytes import FP16, FP32, SEGMENT, NegativeLoad, apart, fused, offloaded
+from turbogr.negative_bytes import FP16, FP32, SEGMENT, SHARE, NegativeLoad, apart, fused, offloaded
 from turbogr.units import in_bytes
 
 OffloadMode = Literal["auto", "offload", "fused"]
 
-SHARE = 0.1
-"""Of a device's memory: what negatives may take before `auto` offloads them."""
 
-
-class NegativeOffload(Callback):
+class NegativeOffload(NegativeCallback):
     """Keeps the embeddings of negatives on the host and computes their logits in segments of tokens.
 
     While a segment is computed, the distinct rows of the next one are on their way into a second buffer; logits are put
@@ -76,6 +73,8 @@ class NegativeOffload(Callback):
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, SequenceDataModule):
             return _say(False, "batches are not known beforehand; choose mode: offload if memory is short")
+        if data.negative_sampling == "in_batch":
+            return _say(False, "negatives drawn within the batch are targets, whose rows are looked up anyway")
         size, unit = data.step_size
         tokens = size if unit == "tokens" else round(size * data.num_training_tokens / max(data.num_users, 1))
         load = NegativeLoad.expected(tokens, data.num_negatives, model.embeddings.dim, model.num_items)

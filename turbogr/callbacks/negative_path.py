@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from turbogr.errors import ConfigurationError
 from turbogr.models.negatives import NegativePath
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.tokens import NEGATIVES
 from turbogr.sparse.apart import Apart
+
+
+class NegativeCallback(Callback):
+    """Whose `teardown` switches off what it has switched on: not only where training ends, but also where it is cut short."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Switches it off: Lightning calls no `teardown` after an exception or Ctrl-C."""
+        if isinstance(pl_module, GenerativeRetriever):
+            self.teardown(trainer, pl_module, "fit")
 
 
 def negative_path(module: LightningModule, callback: str) -> tuple[NegativePath, GenerativeRetriever]:

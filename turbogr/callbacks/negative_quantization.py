@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from turbogr.callbacks.negative_path import keep_apart, keep_together, negative_path
+from turbogr.callbacks.negative_path import NegativeCallback, keep_apart, keep_together, negative_path
 from turbogr.errors import ConfigurationError
 
 HalfPrecision = Literal["fp16", "bf16"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class NegativeQuantization(Callback):
+class NegativeQuantization(NegativeCallback):
     """The rows that negatives look up are rounded to 16 bits; positives and histories see the same table in float32.
 
     Products, loss and gradients are computed in float32 from the rounded rows, and the gradient of the rounding is 1: the table
