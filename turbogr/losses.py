@@ -26,7 +26,8 @@ class RetrievalLoss(nn.Module):
             output: float [T, D], l2-normalised output of each token.
             items: float [U, D], l2-normalised distinct item rows of the batch.
             targets: int64 [T], each token's target as an index into `items`.
-            negatives: int64 [T, R], each token's negatives as indices into `items`.
+            negatives: int64 [T, R], each token's negatives as indices into `items`. One that equals the token's target does not
+                count: so is written what is to be left out (`mask_history`, what LogitSharing must not lend).
 
         Returns:
             float scalar.

@@ -130,7 +130,10 @@ class Lookup:
         return cls(request, read(places.main).requires_grad_(trains), request.index, parts, backend)
 
     def gradient(self) -> Tensor | None:
-        """float [U, D], of `ids`; None if none has arrived. On the host, if a feature's rows are kept there."""
+        """float [U, D], of `ids`; None if none has arrived. On the host, if a feature's rows are kept there.
+
+        Where a feature is kept apart, to be asked for once: the parts are added up in place, to need no further [U, D].
+        """
         if self.places is None:
             return self.rows.grad
         if self.rows.grad is None and all(part.gradient is None for part in self.apart.values()):
