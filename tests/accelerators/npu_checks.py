@@ -14,6 +14,7 @@ from torch import distributed, nn
 
 from tests.accelerators import fake_npu
 from turbogr.accelerators import NPUAccelerator
+from turbogr.ops import npu_plugin
 from turbogr.strategies.npu import DDPOnNPU
 from turbogr.strategies.turbogr import TurboGRStrategy
 
@@ -54,6 +55,7 @@ def wrap(strategy: DDPStrategy) -> str:
 
 def main() -> None:
     fake_npu.install()
+    npu_plugin.load_or_tell = lambda: fake_npu.told.append("plugin")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     made = trainer(devices=2, strategy=TurboGRStrategy())
     strategy = made.strategy

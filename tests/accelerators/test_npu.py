@@ -38,6 +38,12 @@ def test_name_and_devices(found):
     assert found["told"][-1] == "empty_cache", "teardown gives memory back"
 
 
+def test_the_plugin_is_looked_for_when_the_device_is_set_up(found):
+    told = found["told"]
+    assert told[told.index("set_device npu:0") + 1] == "plugin"
+    assert told.count("plugin") == sum(x.startswith("set_device") for x in told)
+
+
 def test_process_groups_use_hccl_unless_told_otherwise(found):
     assert found["backend"] == "hccl"
     assert found["own backend"] == "gloo"
