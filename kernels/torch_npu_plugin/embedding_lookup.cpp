@@ -1,6 +1,6 @@
 // turbogr::jagged_embedding_lookup on NPUs.
 //
-// Ids are not looked at: a look-up waits for nobody. One outside its table reads another address, as on other devices.
+// Ids are not looked at here: a look-up waits for nobody. One outside its table stops the forward kernel.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
