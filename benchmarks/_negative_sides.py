@@ -15,7 +15,7 @@ from turbogr.models.backbone import Backbone
 from turbogr.models.negatives import SharedLogits
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.tokens import NEGATIVES
-from turbogr.negative_bytes import FP32, SEGMENT, NegativeLoad, apart, fused, gathered, offloaded
+from turbogr.negative_bytes import SEGMENT, NegativeLoad, apart, fused, gathered, offloaded
 from turbogr.sparse.apart import Apart
 from turbogr.sparse.optimizers import AdaGrad
 from turbogr.sparse.table import EmbeddingTable
@@ -57,8 +57,8 @@ class Side:
 
     def computed(self, load: NegativeLoad, device: str) -> int:
         """Bytes of the negatives by turbogr.negative_bytes, on a device "cpu" or another."""
-        if self.materialised:  # beside the distinct rows, those of them normalised, and the gradient of these
-            return gathered(load).device + 3 * load.added * load.width * FP32
+        if self.materialised:  # beside the distinct rows, and these normalised
+            return gathered(load).device + fused(load).rows
         value_bytes = self.dtype.itemsize
         if self.offload:
             found = offloaded(load, SEGMENT, value_bytes, self.k)

@@ -18,6 +18,7 @@ the copies between host and device runs beside kernels.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -132,6 +133,7 @@ class Host:
 
     def peak(self, step: Step) -> int:
         """Bytes above what was there before."""
+        gc.collect()  # so that nothing older is freed meanwhile
         return allocations(step)[1]
 
     def scratch(self, batch: JaggedBatch, side: Side) -> int:
@@ -166,6 +168,7 @@ class Cuda(Host):
 
     def peak(self, step: Step) -> int:
         """Of the caching allocator, above what was there before."""
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

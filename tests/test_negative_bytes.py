@@ -36,7 +36,7 @@ def test_the_formulas():
     assert vars(fused(LOAD)) == {
         "ids": 128_000,
         "rows": 2 * 5000 * 16 * 4,
-        "gradients": 2 * 5000 * 16 * 4,
+        "gradients": 5000 * 16 * 4,
         "logits": 32_000,
         "host": 0,
     }
@@ -76,7 +76,7 @@ def test_sharing_widens_logits_and_places_alone():
 def test_offload_pays_where_rows_are_many():
     assert offload_below(LOAD) == pytest.approx(10 * fused(LOAD).device)
     assert offload_below(LOAD, value_bytes=FP16) == pytest.approx(10 * apart(LOAD).device)
-    few = NegativeLoad(1000, 8, 16, 800, 600)
+    few = NegativeLoad(1000, 8, 16, 700, 600)
     assert offload_below(few) == 0
     assert offload_below(few, segment=10) == pytest.approx(10 * fused(few).device), "smaller segments"
 
@@ -148,4 +148,5 @@ def test_choices_have_equally_many_logits():
     assert min(found, key=lambda name: found[name].device) == "offload, fp16"
     assert found["sharing k = 2, offload, fp16"].rows == found["offload, fp16"].rows, "segments hold what is borrowed"
     assert min((x for x in found.values() if x.host), key=lambda x: x.host) == found["sharing k = 2, offload, fp16"]
-    assert max(found, key=lambda name: found[name].device) == "fused", "most rows are distinct here"
+    distinct = NegativeLoad(1000, 8, 16, 8000, 8000)
+    assert fused(distinct).device > gathered(distinct).device > fused(LOAD).device, "where nearly all rows are distinct"

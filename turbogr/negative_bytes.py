@@ -4,7 +4,7 @@ A batch has T tokens and looks up R negatives for each; D is the width of a row 
 T R negatives. In a training step, where the most is alive at once, in the loss's backward pass:
 
     gathered        embeddings and their gradient, [T, R, D] each: what trainers do that look up every draw
-    fused           the distinct rows once, in the leaf of the whole batch: rows, normalised rows, and the gradient of each
+    fused           the distinct rows once, in the leaf of the whole batch: rows, normalised rows, and the gradient of these
     apart           the distinct rows in a tensor of their own, in half precision; their gradient in float32, which is then
                     added to that of the batch's distinct rows
     offloaded       rows and gradient on the host; on the device the rows of two segments of tokens, one computed, one on its
@@ -135,8 +135,8 @@ def fused(load: NegativeLoad, k: int = 1) -> NegativeBytes:
         load: the batch's.
         k: expansion factor of sharing, at least 1.
     """
-    rows = 2 * load.added * load.width * FP32
-    return NegativeBytes(_places(load, k), rows, rows, FP32 * load.tokens * load.drawn * k)
+    rows = load.added * load.width * FP32
+    return NegativeBytes(_places(load, k), 2 * rows, rows, FP32 * load.tokens * load.drawn * k)
 
 
 def apart(load: NegativeLoad, value_bytes: int = FP16, k: int = 1) -> NegativeBytes:

@@ -34,6 +34,18 @@ def test_all_sides_are_measured_and_named(measured):
     assert all(row.holds is None for row in report.rows), "nothing is promised at this size"
 
 
+@pytest.mark.parametrize("items", [1_000, 200_000])
+def test_bytes_are_those_of_a_real_step(items):
+    """What a side saves of the whole step's peak, against turbogr.negative_bytes: with few and with many distinct rows."""
+    sides = [PLAIN, "fused", "fp16", "offload", "offload, fp16"]
+    table = measure(Report("x"), Host(), Shape("tiny", 1, 256, items, (64,), promised=False), 1, sides)
+    plain = table[64, PLAIN]
+    for name in sides[1:]:
+        saved, computed = plain.peak - table[64, name].peak, plain.computed - table[64, name].computed
+        assert saved == pytest.approx(computed, abs=0.08 * plain.peak), name
+        assert saved > 0.1 * plain.peak, "and they differ by more than that"
+
+
 def test_sharing_draws_a_part():
     batch = TINY.batch(8, seed=0)
     assert SIDES["sharing k = 2"].drawn(batch).negatives.shape == (batch.num_tokens, 4)
