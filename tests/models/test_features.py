@@ -116,7 +116,12 @@ def test_targets_and_negatives_are_items_with_their_features(combine):
 def test_a_step_looks_up_once_and_an_update_is_one(monkeypatch):
     model, batch, calls = model_of(), batch_of(), []
     request = EmbeddingTable.request
-    monkeypatch.setattr(EmbeddingTable, "request", lambda self, features, trains=False: calls.append(features) or request(self, features, trains))
+
+    def counted(self, features, trains=False):
+        calls.append(features)
+        return request(self, features, trains)
+
+    monkeypatch.setattr(EmbeddingTable, "request", counted)
     lookups = captured(model, lambda: model.training_step(batch, 0).backward())
     assert len(lookups) == len(calls) == 1
     assert lookups[0].rows.is_leaf

@@ -145,6 +145,7 @@ __aicore__ inline void fuxi_forward(
     const TCubeTiling scores = cube_tiling(t.pairs), output = cube_tiling(t.sums);
     AscendC::TPipe pipe;
     FuxiForward<E> kernel;
+    AscendC::SetSysWorkspace(workspace);  // where a kernel is launched directly, nobody else tells
     REGIST_MATMUL_OBJ(
         &pipe, GetSysWorkSpacePtr(), kernel.scores_products.object, &scores, kernel.output_products.object, &output);
     kernel.init(&pipe, &t, q, k, v, plan, tables, out, AscendC::GetUserWorkspace(workspace));

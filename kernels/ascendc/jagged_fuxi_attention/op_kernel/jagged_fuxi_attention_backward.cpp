@@ -285,6 +285,7 @@ __aicore__ inline void fuxi_backward(
     const TCubeTiling pairs = cube_tiling(t.pairs), sums = cube_tiling(t.sums);
     AscendC::TPipe pipe;
     FuxiBackward<E> kernel;
+    AscendC::SetSysWorkspace(workspace);  // where a kernel is launched directly, nobody else tells
     REGIST_MATMUL_OBJ(
         &pipe, GetSysWorkSpacePtr(), kernel.scores_products.object, &pairs, kernel.value_grads_products.object, &pairs,
         kernel.q_products.object, &sums, kernel.k_products.object, &sums, kernel.v_products.object, &sums);

@@ -137,6 +137,7 @@ __aicore__ inline void hstu_forward(
     const TCubeTiling scores = cube_tiling(t.pairs), output = cube_tiling(t.sums);
     AscendC::TPipe pipe;
     HstuForward<E> kernel;
+    AscendC::SetSysWorkspace(workspace);  // where a kernel is launched directly, nobody else tells
     REGIST_MATMUL_OBJ(&pipe, GetSysWorkSpacePtr(), kernel.scores_product, &scores, kernel.output_product, &output);
     const PairTables tables{position_bias, time_bias, query_times, key_times, edges, t.tokens, t.position_count, t.buckets};
     kernel.init(&pipe, &t, q, k, v, plan, tables, out, AscendC::GetUserWorkspace(workspace));

@@ -279,6 +279,7 @@ __aicore__ inline void hstu_backward(
     const TCubeTiling pairs = cube_tiling(t.pairs), sums = cube_tiling(t.sums);
     AscendC::TPipe pipe;
     HstuBackward<E> kernel;
+    AscendC::SetSysWorkspace(workspace);  // where a kernel is launched directly, nobody else tells
     REGIST_MATMUL_OBJ(
         &pipe, GetSysWorkSpacePtr(), kernel.scores_product, &pairs, kernel.value_grads_product, &pairs, kernel.q_product, &sums,
         kernel.k_product, &sums, kernel.v_product, &sums);
