@@ -24,10 +24,10 @@ class NegativeOffload(NegativeCallback):
 
     While a segment is computed, the distinct rows of the next one are on their way into a second buffer; logits are put
     together and go into the loss as always; in backward each segment is fetched and computed once more, and its rows' gradient
-    goes back to the host. No embedding for every draw, [T, R, D], exists anywhere, and of the negatives' rows the device holds two
-    segments during forward and backward. (Under TurboGRStrategy with several ranks, all distinct rows of the batch pass through
-    the device once on their way from their owners, and their gradients on the way back.) On a CPU, where the rows are on the
-    host anyway, what remains is the computation in segments.
+    goes back to the host. No embedding for every draw, [T, R, D], exists anywhere, and of the negatives' rows the device holds
+    two segments during forward and backward. (Under TurboGRStrategy with several ranks, all distinct rows of the batch pass
+    through the device once on their way from their owners, and their gradients on the way back.) On a CPU, where the rows are
+    on the host anyway, what remains is the computation in segments.
 
     Results are those of the plain loss, up to the order of sums.
 
