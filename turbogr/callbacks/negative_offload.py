@@ -27,7 +27,7 @@ class NegativeOffload(NegativeCallback):
     goes back to the host. No embedding for every draw, [T, R, D], exists anywhere, and of the negatives' rows the device holds
     two segments during forward and backward. (Under TurboGRStrategy with several ranks, all distinct rows of the batch pass
     through the device once on their way from their owners, and their gradients on the way back.) On a CPU, where the rows are
-    on the host anyway, what remains is the computation in segments.
+    on the host anyway, forward reads them where they lie, and backward works in segments.
 
     Results are those of the plain loss, up to the order of sums.
 

@@ -4,8 +4,9 @@
         the distinct rows of its samples come to the device, while the products of the segment before are computed
         products [t, R] = output [t, D] . normalised rows
 
-Only products are kept: backward fetches each segment once more, computes it again and adds its rows' gradient where the rows
-lie. At most the rows of two segments are on the device.
+Only products are kept: backward fetches each segment once more and adds its rows' gradient where the rows lie. At most the rows
+of two segments are on the device. Where rows lie there anyway, as all do on a CPU, forward reads them in place, and segments
+bound what backward gathers.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class _ApartProducts(torch.autograd.Function):
     ):
         ctx.save_for_backward(output, index)
         ctx.rows, ctx.segment, ctx.lent, ctx.backend = rows, segment, lent, backend
+        if rows.values.device == output.device:  # rows that lie where they are wanted are read there
+            return negative_logits(output, rows.values, index, factors=_factors(rows.values), backend=backend)
         products = output.new_empty(index.shape)
         for part, values, place, _ in _segments(rows, index, segment, output.device, backend):
             products[part] = negative_logits(output[part], values, place, factors=_factors(values), backend=backend)
