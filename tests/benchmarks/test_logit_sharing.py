@@ -10,6 +10,7 @@ from _noise import STUDENT, standard_error
 from _report import Report
 from logit_sharing import (
     COMPARISONS,
+    CONTROLLED,
     KS,
     METRICS,
     PRECISIONS,
@@ -33,7 +34,7 @@ from turbogr.cli import main
 NAME = "movielens-100k"
 
 
-def runs(**of_variants: list[float]) -> list[dict]:
+def runs(data: str = NAME, **of_variants: list[float]) -> list[dict]:
     """Seeds 1, 2, ... of each variant, whose metrics all are the value; the later seeds first."""
     rows = []
     for variant, found in of_variants.items():
@@ -41,7 +42,7 @@ def runs(**of_variants: list[float]) -> list[dict]:
         assert name in VARIANTS
         for seed, value in enumerate(found, 1):
             test = {f"{metric}@{k}": value for metric, k in product(("HR", "NDCG"), KS)}
-            rows.append({"data": NAME, "variant": name, "seed": seed, "best_epoch": 2, "test": test})
+            rows.append({"data": data, "variant": name, "seed": seed, "best_epoch": 2, "test": test})
     return rows[::-1]
 
 
@@ -83,6 +84,15 @@ def test_precisions_may_not_differ_either_way(fp16: float, holds: bool):
     report = Report("logit sharing")
     report_rows(report, runs(n128=[0.19, 0.2, 0.21], n128_fp16=[fp16 - 0.01, fp16, fp16 + 0.01]))
     assert [row.holds for row in report.rows] == [holds] * 2 * len(KS)
+
+
+@pytest.mark.parametrize(("few", "holds"), [(0.1, True), (0.19, False)])
+def test_the_control_must_be_told_apart(few: float, holds: bool):
+    around = {"n128": [0.19, 0.2, 0.21], "n4": [few - 0.01, few, few + 0.01]}
+    for data, expected in ((CONTROLLED, holds), (NAME, None)):
+        report = Report("logit sharing")
+        report_rows(report, runs(data, **around))
+        assert [row.holds for row in report.rows] == [expected] * len(METRICS)
 
 
 def test_one_seed_promises_nothing():
