@@ -212,7 +212,7 @@ def shown_error(error: float) -> str:
 
 def section(rows: Sequence[Row]) -> str:
     """Every data set's tables and the commands that made them, as Markdown."""
-    parts = ["### Logit sharing", HOW]
+    parts = [HOW]
     for name, study in STUDIES.items():
         for comparison in COMPARISONS:
             if complete(rows, name, (comparison.whole, comparison.shared, comparison.half)):
@@ -224,7 +224,7 @@ def section(rows: Sequence[Row]) -> str:
 
 def precision_section(rows: Sequence[Row]) -> str:
     """Every data set's table of precisions and the command, as Markdown."""
-    parts = ["### Half precision"]
+    parts: list[str] = []
     for name, study in STUDIES.items():
         if complete(rows, name, PRECISIONS):
             command = typed(fit_command(name, PRECISIONS[1], 1))
