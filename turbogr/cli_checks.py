@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -10,6 +11,7 @@ from typing import Any
 
 import yaml
 from jsonargparse import Namespace
+from lightning.pytorch.strategies import StrategyRegistry
 
 from turbogr.errors import ConfigurationError
 from turbogr.models.hstu import HSTU
@@ -17,6 +19,17 @@ from turbogr.models.hstu import HSTU
 MONITOR = "val/NDCG@10"
 """What base.yaml monitors."""
 _MAX_SEED = 2**32 - 1
+# Options of the trainer and their least values; Lightning takes others, and fails in the midst of the run or ignores them.
+_LEAST = {
+    "max_epochs": -1,
+    "max_steps": -1,
+    "num_nodes": 1,
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "log_every_n_steps": 0,
+    "gradient_clip_val": 0,
+}
+_ENDLESS = ("max_epochs", "max_steps")
 _PRECISIONS = ("32", "32-true", "bf16", "bf16-mixed", "16", "16-mixed")
 # Options of the model that a resumed run may change: they say what is measured and recommended, not what is trained.
 _FREE = ("model.top_k", "model.predict_k")
@@ -37,12 +50,35 @@ def check_numbers(config: Namespace) -> None:
         raise ConfigurationError(f"seed_everything is {seed}; it must lie between 0 and {_MAX_SEED}")
     if model_seed is not None and model_seed < 0:
         raise ConfigurationError(f"model.seed is {model_seed}; it must be 0 or more")
-    if trainer.accumulate_grad_batches < 1:
-        raise ConfigurationError(f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; it must be 1 or more")
+    for option, least in _LEAST.items():
+        number = trainer[option]
+        if number is not None and number < least:
+            endless = ", or -1 for no limit" if option in _ENDLESS else ""
+            raise ConfigurationError(f"trainer.{option} is {number}; it must be {max(least, 0)} or more{endless}")
+    if trainer.val_check_interval is not None and trainer.val_check_interval in (0, 0.0):
+        raise ConfigurationError(
+            "trainer.val_check_interval is 0; it must be a number of batches, 1 or more, or a part of an epoch, such as 0.5"
+        )
+    if config.checkpoint.mode not in ("min", "max"):
+        raise ConfigurationError(f"checkpoint.mode is {config.checkpoint.mode}; it must be min or max")
+    check_strategy(trainer.strategy)
     if trainer.precision is not None and str(trainer.precision) not in _PRECISIONS:
         raise ConfigurationError(
             f"trainer.precision is {trainer.precision}, which would also convert item rows and times: use 32-true or bf16-mixed"
         )
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuses the name of a strategy that Lightning does not know.
+
+    Raises:
+        ConfigurationError: names the nearest one.
+    """
+    names = ["auto", *StrategyRegistry.available_strategies()]
+    if isinstance(strategy, str) and strategy.lower() not in names:
+        nearest = difflib.get_close_matches(strategy.lower(), names, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "names are auto, ddp and turbogr, among others"
+        raise ConfigurationError(f"trainer.strategy is {strategy}, which is the name of no strategy; {hint}")
 
 
 def settle_devices(trainer: Namespace, environment: Mapping[str, str]) -> None:
@@ -129,6 +165,8 @@ def check_file(path: Path) -> None:
     Raises:
         ConfigurationError: names the file, and the line where it is known.
     """
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a folder; name a configuration file in it")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:

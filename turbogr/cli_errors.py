@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import re
@@ -15,16 +16,29 @@ _CLASS_PATH = re.compile(r"Problem with given class_path '([^']+)'")
 _NO_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
 _NO_MODULE = re.compile(r"No module named '([^']+)'")
 _EXPECTED = re.compile(r"Expected an? (?:<class '([^']+)'>|([^\n]+?))(?:\. Got value: .*)?$", re.MULTILINE)
-_SUBTYPES = re.compile(r"Subtypes: \[<class '([^']+)'>")
+_LITERAL = re.compile(r"typing\.Literal(\[.*\])")
+_SUBTYPES = re.compile(r"Subtypes: \[(?:\w+\[|<class ')([\w.]+)")
+_MANY = re.compile(r"Subtypes: \[.*\b(?:list|Iterable)\[")
 _CALLABLE = re.compile(r"Callable\[\[.*\], ([\w.]+)\]")
 _PATH_EXPECTED = re.compile(r"Expected a dot import path string: (\S+)")
 _NAMESPACE = re.compile(r"Namespace\(class_path='([^']+)'")
-_NESTED = re.compile(r"NestedArg\(key='[^']*', val='?(.*?)'?\)")
+_NESTED = re.compile(r"NestedArg\(key='([^']*)', val='?(.*?)'?\)")
 _FACTORIES = ("torch.optim.optimizer.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
 """What the options that take a class rather than an object make: jsonargparse does not always say which of them it wanted."""
 _GIVEN = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _REQUIRED = re.compile(r"the following arguments are required: (.+)")
 _LINK = re.compile(r"Call to compute_fn of link .* failed: (.*)", re.DOTALL)
+_STRATEGY = "trainer.strategy"
+_TYPES = {"NoneType": "null", "collections.abc.Sequence": "list", "collections.abc.Iterable": "list"}
+"""Words of YAML for types of Python."""
+_ELSEWHERE = {
+    "epochs": "trainer.max_epochs",
+    "lr": "model.optimizer.lr",
+    "learning_rate": "model.optimizer.lr",
+    "gpus": "trainer.devices",
+    "seed": "seed_everything",
+}
+"""Options by names that other tools give them."""
 
 
 def explain(message: str, known: Iterable[str]) -> str:
@@ -34,8 +48,9 @@ def explain(message: str, known: Iterable[str]) -> str:
         message: what jsonargparse says.
         known: dotted names of all options of the command.
     """
+    message = _of_the_class(message)
     if match := re.match(r"unrecognized arguments: (\S+)", message):
-        text = unknown_option(match[1].lstrip("-").split("=")[0], known, dashes=match[1].startswith("-"))
+        text = _unrecognized(match[1], known)
     elif match := _UNKNOWN_KEY.search(message):
         text = unknown_option(f"{match['group']}.{match['key']}" if match["group"] else match["key"], known)
     elif match := _NOT_ACCEPTED.search(message):
@@ -77,13 +92,46 @@ def unknown_option(key: str, known: Iterable[str], dashes: bool = False) -> str:
         prefix += f"{parts[depth]}."
         depth += 1
     siblings = sorted({k[len(prefix) :].split(".")[0] for k in prefixes if k.startswith(prefix) and k != prefix[:-1]})
-    nearest = difflib.get_close_matches(parts[depth], siblings, n=1, cutoff=0.5) or difflib.get_close_matches(key, known, n=1)
-    name = nearest[0] if nearest and "." in nearest[0] else prefix + nearest[0] if nearest else ""
+    leaves = {k.rpartition(".")[2]: k for k in reversed(known)}
     mark = "--" if dashes else ""
     given = mark + ".".join(parts[: depth + 1])
+    name = ""
+    if nearest := difflib.get_close_matches(parts[depth], siblings, n=1):
+        name = prefix + nearest[0]
+    elif depth == len(parts) - 1 and (elsewhere := _ELSEWHERE.get(parts[depth])) and elsewhere.split(".")[0] in prefixes:
+        name = elsewhere
+    elif nearest := difflib.get_close_matches(parts[-1], leaves, n=1):
+        name = leaves[nearest[0]]
     if name:
         return f"there is no option {given}; did you mean {mark}{name}?"
     return f"there is no option {given}; valid here: {', '.join(siblings) or 'none'}"
+
+
+def _unrecognized(argument: str, known: Iterable[str]) -> str:
+    """A word of the command line that no option takes."""
+    if argument.startswith("-"):
+        return unknown_option(argument.lstrip("-").split("=")[0], known, dashes=True)
+    hint = f"; did you mean -c {argument}?" if argument.endswith((".yaml", ".yml")) else ""
+    return f"{argument!r} belongs to no option{hint}"
+
+
+def _of_the_class(message: str) -> str:
+    """The message without what else the option could have been, where the name of a class was given.
+
+    Of a union, jsonargparse tells why each alternative failed. What is wrong with the class that was named tells most; it comes
+    first, later ones try the base class.
+    """
+    lines = message.splitlines()
+    start = 0
+    while (found := next((n for n in range(start, len(lines)) if _CLASS_PATH.search(lines[n])), None)) is not None:
+        problem = lines[found].lstrip()
+        indent = len(lines[found]) - len(problem) + (2 if problem.startswith("- ") else 0)
+        end = next((n for n in range(found + 1, len(lines)) if len(lines[n]) - len(lines[n].lstrip()) <= indent), len(lines))
+        errors = [n for n in range(start, found) if lines[n].strip() == "Errors:"]
+        before = lines[: errors[-1] + 1] if errors else lines[:found]
+        lines = [*before, *lines[found:end]]
+        start = len(before) + 1
+    return "\n".join(lines)
 
 
 def _unknown_class_option(option: str, before: str, after: str, known: Iterable[str]) -> str:
@@ -102,18 +150,32 @@ def _unknown_class_option(option: str, before: str, after: str, known: Iterable[
 
 def _wrong_value(message: str) -> str:
     """A value of a wrong type, or anything else: without the usage text, in one line."""
-    keys = _keys(message)
-    given = [_NESTED.sub(r"\1", value) for value in _GIVEN.findall(message) or _PATH_EXPECTED.findall(message)]
+    keys, words, values = _keys(message), _PATH_EXPECTED.findall(message), _GIVEN.findall(message)
+    nested = [key for value in values for key, _ in _NESTED.findall(value)]
+    if keys == _STRATEGY and (nested or (values and values[-1].startswith("{"))):
+        return _strategy_without_class(nested, words)
+    given = [_NESTED.sub(r"\2", value) for value in words or values]
     expected = list(dict.fromkeys(a or b for a, b in _EXPECTED.findall(message)))
     types = [text for text in expected if "import path" not in text and not text.startswith("path but")]
-    if keys and given and len(types) < len(expected) and set(types) <= {"NoneType"}:
+    choices = [str(choice) for text in types if (match := _LITERAL.fullmatch(text)) for choice in ast.literal_eval(match[1])]
+    names = dict.fromkeys(_TYPES.get(text, text) for text in types if not _LITERAL.fullmatch(text))
+    if keys and given and len(types) < len(expected) and not choices and names.keys() <= {"null", "list", "bool"}:
         bases = _SUBTYPES.findall(message) or _CALLABLE.findall(message) or _FACTORIES
         hint = _did_you_mean(given[-1], [c.__name__ for base in bases for c in _subclasses(base)])
         return f"{keys}: {given[-1]} is neither a class path nor the name of a known class{hint}"
     if keys and given and types:
-        wanted = " or ".join("null" if text == "NoneType" else text for text in types)
-        return f"{keys}: {given[-1]!r} is not accepted, expected {wanted}"
+        null = [name for name in names if name == "null"]
+        *others, last = [*(name for name in names if name != "null"), *choices, *null]
+        wanted = f"{', '.join(others)} or {last}" if others else last
+        return f"{keys}: {given[-1]!r} is not accepted, expected {wanted}{_did_you_mean(given[-1], choices)}"
     return " ".join(message.split())
+
+
+def _strategy_without_class(options: list[str], words: list[str]) -> str:
+    """Options for a strategy that is given by its name, or not at all."""
+    option = ".".join([_STRATEGY, *options])
+    given = f", and {words[-1]} is none" if words else ""
+    return f"{option}: options need the strategy's class{given}: set {_STRATEGY} to one, such as TurboGRStrategy or DDPStrategy"
 
 
 def _subclasses(path: str) -> list[type]:
@@ -126,8 +188,12 @@ def _subclasses(path: str) -> list[type]:
 
 
 def _keys(message: str, end: int | None = None) -> str:
-    """The option that a message is about: nested messages name one level each."""
-    return ".init_args.".join(dict.fromkeys(_PARSER_KEY.findall(message[:end])))
+    """The option that a message is about: nested messages name one level each; where it takes several classes, of which."""
+    first, *others = dict.fromkeys(_PARSER_KEY.findall(message[:end])) or [""]
+    classes = _CLASS_PATH.findall(message[:end])
+    if others and classes and _MANY.search(message):
+        return f"{first}, {'.init_args.'.join(others)} of {classes[0].rpartition('.')[2]}"
+    return ".init_args.".join([first, *others])
 
 
 def _did_you_mean(word: str, choices: Iterable[str]) -> str:

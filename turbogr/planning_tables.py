@@ -41,6 +41,8 @@ def write_json(content: dict[str, Any], path: Path) -> None:
     Raises:
         ConfigurationError: the file cannot be written.
     """
+    if path.is_dir():
+        raise ConfigurationError(f"--json {path}: is a folder; name a file in it")
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

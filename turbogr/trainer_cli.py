@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
-import shlex
-import shutil
+import re
 import sys
 import warnings
 from contextlib import nullcontext
@@ -37,8 +35,8 @@ from turbogr.callbacks.run_start import ReplaceEarlierRun
 from turbogr.callbacks.summary import Summary
 from turbogr.callbacks.throughput import Throughput
 from turbogr.checkpoints import OtherCatalogueError
+from turbogr.cli_arguments import find_recipes, resume_command
 from turbogr.cli_checks import (
-    check_file,
     check_max_length,
     check_numbers,
     model_differences,
@@ -48,7 +46,7 @@ from turbogr.cli_checks import (
 )
 from turbogr.cli_errors import explain
 from turbogr.data.datamodule import SequenceDataModule
-from turbogr.errors import ConfigurationError, TurboGRError
+from turbogr.errors import ConfigurationError, MissingDependencyError, TurboGRError
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.resources import recipes_dir
 from turbogr.run_folder import BEST, CONFIG_KEY, Checkpoint, RunFolder
@@ -98,7 +96,7 @@ def run(command: str, args: list[str], cli: type[TurboGRCLI] | None = None) -> i
         raise ConfigurationError(" ".join(str(error).split())) from error
     except (TypeError, ValueError) as error:
         # jsonargparse wraps what a constructor raises into an error of its own.
-        if (cause := _users_error(error) or _of_strategy(error)) is None:
+        if (cause := _users_error(error) or _of_strategy(error) or _of_requirement(error)) is None:
             raise
         raise cause from error
     return 0
@@ -286,8 +284,8 @@ class TurboGRCLI(LightningCLI):
             config.logger = False  # Report brings metrics.csv, and TensorBoard where that is installed
         try:
             return super().instantiate_trainer(**kwargs)
-        except (ValueError, ModuleNotFoundError) as error:
-            # Lightning's own words for an accelerator, a strategy or a precision that this machine does not have
+        except (TypeError, ValueError, ModuleNotFoundError, MisconfigurationException) as error:
+            # Lightning's own words for devices, an accelerator or a precision that this machine does not have
             raise ConfigurationError(f"the trainer cannot be built: {' '.join(str(error).split())}") from error
 
     def before_fit(self) -> None:
@@ -322,6 +320,8 @@ class TurboGRCLI(LightningCLI):
             strategy = self.trainer.strategy
             if isinstance(strategy, TurboGRStrategy) and strategy.failed_elsewhere:
                 raise RankFailedError(strategy.failed_elsewhere) from error
+            if (cause := _users_error(error)) is not None:
+                raise cause from error  # what Lightning's clearing up behind it raised hides it
             if self.checkpoint is None or "loading state_dict" not in str(error):
                 raise
             path, differences = self.checkpoint.path, self._model_differences(self.checkpoint)
@@ -337,65 +337,11 @@ class TurboGRCLI(LightningCLI):
         return model_differences(checkpoint.config, own, all_options)
 
 
-def find_recipes(args: list[str]) -> list[str]:
-    """Replaces names of packaged recipes by their paths, where no such file exists here.
-
-    Raises:
-        ConfigurationError: if a configuration file is in neither place; names the nearest recipe.
-    """
-    found, takes_value = [], False
-    for arg in args:
-        option, equals, value = arg.partition("=")
-        if takes_value:
-            found.append(_recipe(arg))
-        elif equals and option in ("-c", "--config"):
-            found.append(f"{option}={_recipe(value)}")
-        else:
-            found.append(arg)
-        takes_value = not takes_value and arg in ("-c", "--config")
-    return found
-
-
-def resume_command(command: str, args: list[str], checkpoint: Path) -> str:
-    """The command line that goes on from a checkpoint: the one given, but for the checkpoint and --overwrite."""
-    kept: list[str] = []
-    skip = False
-    for arg, following in zip(args, [*args[1:], ""], strict=True):
-        if skip:
-            skip = False
-        elif arg == "--ckpt_path" or (arg == "--overwrite" and following in ("true", "false")):
-            skip = True
-        elif not arg.startswith(("--ckpt_path=", "--overwrite")):
-            kept.append(arg)
-    program = [sys.executable, "-m", "turbogr"]
-    if not sys.argv[0].endswith("__main__.py") and shutil.which("turbogr"):
-        program = ["turbogr"]
-    elif Path(sys.executable).is_relative_to(Path.cwd()):
-        program[0] = os.path.relpath(sys.executable)
-    return shlex.join([*program, command, *kept, "--ckpt_path", str(checkpoint)])
-
-
 def default_run_folder(config: Namespace) -> Path:
     """Names the folder of a run after its data and its backbone."""
     backbone = config.model.backbone
     name = backbone.class_path.rpartition(".")[2].lower() if isinstance(backbone, Namespace) else "hstu"
     return Path("runs") / f"{Path(config.data.path).resolve().name}-{name}"
-
-
-def _recipe(name: str) -> str:
-    if Path(name).exists():
-        check_file(Path(name))
-        return name
-    if ":" in name or "\n" in name:  # a configuration may also be given as YAML text
-        return name
-    folder = recipes_dir()
-    packaged = folder / name.removeprefix("recipes/")
-    if packaged.is_file():
-        return str(packaged)
-    recipes = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.yaml"))
-    nearest = difflib.get_close_matches(name.removeprefix("recipes/"), recipes, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"recipes that come with turbogr: {', '.join(recipes)}"
-    raise ConfigurationError(f"there is no configuration file {name}, here or among the recipes; {hint}")
 
 
 def _users_error(error: BaseException | None) -> TurboGRError | None:
@@ -409,6 +355,12 @@ def _of_strategy(error: Exception) -> TurboGRError | None:
     """What TurboGRStrategy's constructor said: where a name would do as well, jsonargparse keeps its text alone."""
     said = [line.partition(" - ")[2] for line in str(error).splitlines() if f" - {TurboGRStrategy.__name__}: " in line]
     return ConfigurationError(said[0]) if said else None
+
+
+def _of_requirement(error: Exception) -> TurboGRError | None:
+    """What a class said that needs a package which is not installed."""
+    match = re.search(r"class_path '([^']+)':\s+(Requirement [^\n]+)", str(error))
+    return MissingDependencyError(f"{match[1]}: {match[2]}") if match else None
 
 
 def _chosen(parser: Any) -> Any:

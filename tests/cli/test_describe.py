@@ -116,6 +116,7 @@ def test_a_step_that_reads_activations_is_left_out_with_a_note(own, prepared, ca
         (["--model.backbone=HTSU"], 2, "did you mean HSTU?"),
         (["--model.backbone.num_heads=3"], 1, "dim 16 is not divisible by num_heads 3"),
         (["--model.backbone.max_length=21"], 2, "max_length is 21 and data.max_length is 20"),
+        (["--json=."], 1, "--json .: is a folder; name a file in it"),
         (["--json=afile/plan.json"], 1, "--json afile/plan.json: cannot be written"),
         (["-c", "absent.yaml"], 1, "there is no configuration file absent.yaml"),
     ],

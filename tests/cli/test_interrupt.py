@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cli.support import SMALL, child, csv_values
-from turbogr.trainer_cli import resume_command
+from turbogr.cli_arguments import resume_command
 
 # Ctrl-C. 48 or more users in batches of 16: 4 steps an epoch.
 

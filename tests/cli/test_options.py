@@ -1,11 +1,13 @@
 """Commands, options, configuration files: what is accepted, and how errors read."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401 (so that its log handlers exist before the first test)
 import pytest
 import torch
+from torch import distributed as dist
 
 from tests.cli.support import SMALL, Built, child, fails, printed
 from turbogr.cli import main
@@ -86,6 +88,30 @@ def test_data_is_dispatched(capsys):
         ),
         (["--model.scheduler=StepLRR"], "known class; did you mean StepLR?"),
         (["--model.scheduler=StepLR"], "model.scheduler.init_args.step_size must be given"),
+        (["--model.combine=avg"], "model.combine: 'avg' is not accepted, expected sum or concat"),
+        (["--data.balance=token"], "expected off, tokens or attention; did you mean tokens?"),
+        (["--model.top_k=10"], "model.top_k: '10' is not accepted, expected list"),
+        (["--lr=1"], "there is no option --lr; did you mean --model.optimizer.lr?"),
+        (["--epochs=1"], "there is no option --epochs; did you mean --trainer.max_epochs?"),
+        (["--trainer.batch_size=1"], "there is no option --trainer.batch_size; did you mean --data.batch_size?"),
+        (["--data.sampler=uniform"], "there is no option --data.sampler; valid here: balance, "),
+        (["movielens-100k/hstu.yaml"], "belongs to no option; did you mean -c movielens-100k/hstu.yaml?"),
+        (["--trainer.callbacks=EarlyStoping"], "trainer.callbacks: EarlyStoping is neither"),
+        (["--trainer.logger=TensorBord"], "the name of a known class; did you mean TensorBoardLogger?"),
+        (
+            ["--trainer.callbacks+=NegativeQuantization", "--trainer.callbacks.dtype=fp8"],
+            "trainer.callbacks, dtype of NegativeQuantization: 'fp8' is not accepted, expected fp16 or bf16",
+        ),
+        (
+            ["--trainer.strategy", "turbogr", "--trainer.strategy.mode", "semi_async"],
+            "trainer.strategy.mode: options need the strategy's class, and turbogr is none: set trainer.strategy to one, such as "
+            "TurboGRStrategy or DDPStrategy",
+        ),
+        (["--trainer.strategy=TurboGRStrategy", "--trainer.strategy.mod=sync"], "has no option mod; did you mean mode?"),
+        (
+            ["--trainer.strategy=TurboGRStrategy", "--trainer.strategy.mode=semi"],
+            "trainer.strategy.init_args.mode: 'semi' is not accepted, expected sync or semi_async; did you mean semi_async?",
+        ),
     ],
 )
 def test_wrong_option_on_the_command_line(args, message, prepared, capsys):
@@ -132,6 +158,26 @@ def test_options_of_balancing(prepared):
             "model.embeddings.init_args.optimizer: turbogr.sparse.optimizers.AdaGrad has no option epss; did you mean eps?",
         ),
         ("data: {batch_size: many}", "data.batch_size: 'many' is not accepted, expected int"),
+        (
+            "trainer: {callbacks: [{class_path: NegativeQuantization, init_args: {dtype: fp8}}]}",
+            "trainer.callbacks, dtype of NegativeQuantization: 'fp8' is not accepted, expected fp16 or bf16; did you mean fp16?",
+        ),
+        (
+            "trainer: {callbacks: {class_path: NegativeOffload, init_args: {mode: sometimes}}}",
+            "trainer.callbacks, mode of NegativeOffload: 'sometimes' is not accepted, expected auto, offload or fused",
+        ),
+        (
+            "trainer: {callbacks+: [LogitSharring]}",
+            "trainer.callbacks: LogitSharring is neither a class path nor the name of a known class; did you mean LogitSharing?",
+        ),
+        (
+            "trainer: {strategy: {class_path: turbogr, init_args: {mode: sync}}}",
+            "trainer.strategy: options need the strategy's class, and turbogr is none: set trainer.strategy to one",
+        ),
+        (
+            "trainer: {strategy: {mode: sync}}",
+            "trainer.strategy: options need the strategy's class: set trainer.strategy to one",
+        ),
         (
             "model: {optimizer: {class_path: torch.optim.AdamW, init_args: {lrr: 1}}}",
             "model.optimizer: torch.optim.AdamW has no option lrr; did you mean lr?",
@@ -203,10 +249,20 @@ def test_packaged_recipe_is_found_from_anywhere_but_a_file_here_wins(capsys):
     assert printed(["fit", "-c", "movielens-100k/hstu.yaml"], capsys)["data"]["path"] == "mine"
 
 
-def test_unknown_file_names_the_nearest_recipe(capsys):
-    code, line = fails(["fit", "-c", "movielens-100k/htsu.yaml"], capsys)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("movielens-100k/htsu.yaml", "did you mean movielens-100k/hstu.yaml?"),
+        ("hstu.yaml", "did you mean movielens-100k/hstu.yaml or movielens-1m/hstu.yaml?"),
+        ("balanse.yaml", "did you mean switches/balance.yaml?"),
+        ("nothing.yaml", "recipes that come with turbogr: base.yaml, "),
+        (".", ". is a folder; name a configuration file in it"),
+    ],
+)
+def test_unknown_file_names_the_nearest_recipe(name, message, capsys):
+    code, line = fails(["fit", "-c", name], capsys)
     assert code == 1
-    assert "did you mean movielens-100k/hstu.yaml?" in line
+    assert message in line
 
 
 def test_backbone_follows_the_length_of_the_data(prepared, capsys):
@@ -240,7 +296,22 @@ def test_backbone_that_asks_for_its_default_length_is_refused_too(option, prepar
         (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches is 0"),
         (["--trainer.accelerator=tpu"], "the trainer cannot be built"),
         (["--trainer.strategy=fsdp"], "requires a GPU"),
-        (["--trainer.strategy=nonsense"], "invalid strategy"),
+        (
+            ["--trainer.strategy=nonsense"],
+            "trainer.strategy is nonsense, which is the name of no strategy; names are auto, ddp",
+        ),
+        (["--trainer.strategy=TurboGRStrategy"], "which is the name of no strategy; did you mean turbogr?"),
+        (["--trainer.devices=two"], "the trainer cannot be built: `devices`"),
+        (["--trainer.max_epochs=-5"], "trainer.max_epochs is -5; it must be 0 or more, or -1 for no limit"),
+        (["--trainer.check_val_every_n_epoch=0"], "trainer.check_val_every_n_epoch is 0; it must be 1 or more"),
+        (["--trainer.val_check_interval=0.0"], "trainer.val_check_interval is 0; it must be a number of batches"),
+        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val is -1; it must be 0 or more"),
+        (["--checkpoint.mode=maximum"], "checkpoint.mode is maximum; it must be min or max"),
+        (["--data.batch_size=0"], "batch_size is 0; it must be 1 or more"),
+        (
+            ["--model.optimizer.lr=-1"],
+            "model.optimizer or model.scheduler has an impossible option: Invalid learning rate: -1.0",
+        ),
         (["--trainer.default_root_dir=afile/run"], "afile is no folder"),
         (["--checkpoint.monitor=val/NDGC@10"], "checkpoint.monitor is val/NDGC@10"),
         (["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=val/loss"], "EarlyStopping is val/loss"),
@@ -257,6 +328,28 @@ def test_users_error_is_one_line_without_traceback(args, message, prepared, caps
     assert err.splitlines()[-1].startswith("turbogr fit: error: ")
     assert message in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_package_that_a_class_needs_is_named(prepared, capsys):
+    if importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    with pytest.raises(SystemExit):
+        main(["fit", f"--data.path={prepared}", *SMALL, "--trainer.logger=WandbLogger"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("turbogr fit: error: lightning.pytorch.loggers.WandbLogger: Requirement 'wandb")
+
+
+def test_groups_that_the_ranks_cannot_form(prepared, capsys):
+    """The strategy refuses them, and Lightning fails once more while it clears up."""
+    strategy = ["--trainer.strategy=TurboGRStrategy", "--trainer.strategy.groups=2"]
+    try:
+        with pytest.raises(SystemExit):
+            main(["fit", f"--data.path={prepared}", *SMALL, *strategy])
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line == "turbogr fit: error: groups must divide the number of ranks: 1 ranks can form 1 groups, not 2"
 
 
 @pytest.mark.parametrize(

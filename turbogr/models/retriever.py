@@ -176,11 +176,19 @@ class GenerativeRetriever(pl.LightningModule):
         self.embeddings.apply_gradients()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The dense optimizer, and its scheduler if one is set."""
-        optimizer = self._make_optimizer(parameter for parameter in self.parameters() if parameter.requires_grad)
-        if self._make_scheduler is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._make_scheduler(optimizer), "interval": "step"}}
+        """The dense optimizer, and its scheduler if one is set.
+
+        Raises:
+            ConfigurationError: one of them refuses its options.
+        """
+        try:
+            optimizer = self._make_optimizer(parameter for parameter in self.parameters() if parameter.requires_grad)
+            if self._make_scheduler is None:
+                return optimizer
+            scheduler = self._make_scheduler(optimizer)
+        except ValueError as error:
+            raise ConfigurationError(f"model.optimizer or model.scheduler has an impossible option: {error}") from error
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     # Evaluation and prediction.
 
