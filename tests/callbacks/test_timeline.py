@@ -34,7 +34,8 @@ def made_step(batch: int, start: float) -> list[Span]:
         ("rows", batch + 1, "communication", 0.50, 0.70, lane),
         ("backward", batch, "compute", 0.45, 0.85, main),
         ("dense gradients", batch, "communication", 0.65, 0.75, main),
-        ("dense gradients", batch, "communication", 0.80, 0.85, main),
+        ("dense gradients", batch, "communication", 0.75, 0.85, main),
+        ("wait for dense gradients", batch, "wait", 0.80, 0.85, main),
         ("dense step", batch, "compute", 0.86, 0.90, main),
         ("owner's rows", batch + 3, "unique", 0.80, 0.95, host),
         ("load", batch + 4, "data", 0.90, 0.98, main),
@@ -184,7 +185,14 @@ def test_rows(window):
         "compute (2)",
     ]
     assert sum(map(len, found.values())) == len(window.touching())  # each once
-    assert {span.name for span in found["compute"]} == {"forward", "wait for values", "update", "backward", "dense step"}
+    assert {span.name for span in found["compute"]} == {
+        "forward",
+        "wait for values",
+        "update",
+        "backward",
+        "wait for dense gradients",
+        "dense step",
+    }
     for name, spans in found.items():
         for earlier, later in pairwise(spans):
             assert earlier.end <= later.start + 1e-9 or (name == "compute" and later.end <= earlier.end)

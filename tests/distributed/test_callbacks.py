@@ -127,6 +127,17 @@ def test_dense_gradients_are_reduced_within_the_backward_pass(ranks, name):
             assert span.start <= backward.end
 
 
+@pytest.mark.parametrize("name", MODES)
+def test_the_backward_pass_waits_for_dense_gradients_at_its_end(ranks, name):
+    """Behind its computation, and until the last is there: what it computes beside a reduction counts as computing."""
+    found = spans_of(ranks[name][0])
+    for batch in range(6, 9):
+        [backward], [wait] = found["backward", batch], found["wait for dense gradients", batch]
+        assert wait.thread == backward.thread
+        assert max(span.start for span in found["dense gradients", batch]) <= wait.start
+        assert max(span.end for span in found["dense gradients", batch]) <= wait.end <= backward.end
+
+
 def test_groups_exchange_values(ranks):
     found = spans_of(ranks["semi_async, 2 groups"][0])
     assert {("values", batch) for batch in range(6, 9)} <= found.keys()

@@ -104,29 +104,20 @@ def computing(spans: Iterable[Span]) -> Intervals:
 
     That is the spans of resource "compute": the dense passes and the dense step, the owner's look-up, sum of gradients and
     update, also where they run in a thread beside the trainer's. Finding distinct rows is not among them: it is the host's work
-    (the paper's "CPU unique"). Two parts of a span are no computation:
-
-    - spans of another kind within it in the same thread, such as waiting; communication, which goes on beside its thread, does
-      not count as within;
-    - the end of a backward pass from where the reduction of the last dense gradients begins: the reductions are waited for.
+    (the paper's "CPU unique"). What such a span contains of another kind in the same thread is no computation, such as a
+    backward pass's waiting for the reduction of the last dense gradients; communication, which goes on beside its thread, does
+    not count as contained.
     """
     threads: dict[int, list[Span]] = defaultdict(list)
-    reductions: dict[int, list[float]] = defaultdict(list)
     for span in spans:
         if span.resource != "communication":
             threads[span.thread].append(span)
-        elif span.name == "dense gradients":
-            reductions[span.batch].append(span.start)
     found: Intervals = []
     for mine in threads.values():
         mine.sort(key=lambda span: (span.start, -span.end, span.resource != "compute"))
         for index, span in enumerate(mine):
-            if span.resource != "compute":
-                continue
-            end = span.end
-            if span.name == "backward":
-                end = max((s for s in reductions[span.batch] if span.start <= s <= end), default=end)
-            found += difference([(span.start, end)], union(_within(mine, index)))
+            if span.resource == "compute":
+                found += difference([(span.start, span.end)], union(_within(mine, index)))
     return union(found)
 
 

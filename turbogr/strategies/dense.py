@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from turbogr.sparse.engine import SparseEngine
@@ -56,22 +57,49 @@ class FixedBuckets(DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
 
-def traced_all_reduce(state: tuple[Trace, Callable[[], int]], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean of a bucket's gradients over the ranks, in the bits of DDP's own, with a span from its begin to its end.
+class TracedReduction:
+    """DDP's reduction of dense gradients, in the bits of DDP's own, with spans: of each bucket, and of the wait for them.
 
     Args:
-        state: where spans go, and what tells the number of the batch in training.
-        bucket: as DDP gives it to a communication hook.
+        trace: where spans go.
+        number: of the batch in training.
     """
-    (trace, number), start = state, time.perf_counter()
-    batch, gradients = number(), bucket.buffer().mul_(1.0 / dist.get_world_size())
 
-    def ended(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
-        trace.add("dense gradients", batch, "communication", start)
-        return reduced.value()[0]
+    def __init__(self, trace: Trace, number: Callable[[], int]) -> None:
+        self._trace, self._number = trace, number
+        self._under_way: list[torch.futures.Future[Tensor]] = []
 
-    return dist.all_reduce(gradients, async_op=True).get_future().then(ended)
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The mean of a bucket's gradients over the ranks.
+
+        Args:
+            bucket: as DDP gives it to a communication hook.
+        """
+        if not self._under_way:
+            # Called when the last gradient is there, before DDP, which asks for the same with its last bucket, waits in C++.
+            Variable._execution_engine.queue_callback(self._wait)
+        start, batch = time.perf_counter(), self._number()
+        gradients = bucket.buffer().mul_(1.0 / dist.get_world_size())
+
+        def ended(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+            self._trace.add("dense gradients", batch, "communication", start)
+            return reduced.value()[0]
+
+        future = dist.all_reduce(gradients, async_op=True).get_future().then(ended)
+        self._under_way.append(future)
+        return future
+
+    def _wait(self) -> None:
+        under_way, self._under_way = self._under_way, []
+        with self._trace.span("wait for dense gradients", self._number(), "wait"):
+            for future in under_way:
+                future.wait()
+
+
+def reduce_traced(state: TracedReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """`TracedReduction.reduce` as DDP wants a communication hook."""
+    return state.reduce(bucket)
 
 
 # DDP compares a hook's annotations with types; ours are text until here.
-traced_all_reduce.__annotations__ = get_type_hints(traced_all_reduce)
+reduce_traced.__annotations__ = get_type_hints(reduce_traced)

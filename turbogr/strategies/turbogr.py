@@ -49,7 +49,7 @@ from turbogr.strategies.checkpoint import (
     save_directory,
     save_gathered,
 )
-from turbogr.strategies.dense import FixedBuckets, keep_from_ddp, traced_all_reduce
+from turbogr.strategies.dense import FixedBuckets, TracedReduction, keep_from_ddp, reduce_traced
 from turbogr.strategies.failures import FailureBoard
 from turbogr.strategies.group_choice import Asked
 from turbogr.strategies.lookahead import LookaheadLoader, evaluation_loader, training_loader
@@ -218,7 +218,7 @@ class TurboGRStrategy(DDPOnNPU):
         if self.world_size > 1:
             super().configure_ddp()
         if self.trace.wanted and isinstance(self.model, DistributedDataParallel):
-            self.model.register_comm_hook((self.trace, lambda: self.pipeline.current.index), traced_all_reduce)
+            self.model.register_comm_hook(TracedReduction(self.trace, lambda: self.pipeline.current.index), reduce_traced)
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
@@ -364,12 +364,15 @@ class TurboGRStrategy(DDPOnNPU):
         self._board.blame(exception, f"{stage.value if stage else 'setup'} at step {step}")
 
     def teardown(self) -> None:
-        """A table that lies in this process as a whole is given back."""
+        """Ends the lanes; a table that lies in this process as a whole is given back."""
         if self._board is not None:
             self._board.close()
-        if hasattr(self, "engine") and self.topology.group_size == 1:
+        if hasattr(self, "engine"):
+            if self.stop.agreed:  # all ranks leave at the same point: what they have begun together ends on all of them
+                self.pipeline.drop()
             self.engine.close()
-            self._table.engine = None
+            if self.topology.group_size == 1:
+                self._table.engine = None
         super().teardown()
 
     @property
