@@ -121,11 +121,12 @@ class Trained:
         return float(loss.detach())
 
     def step_of(self, side: Side, batch: JaggedBatch) -> None:
-        """One training step."""
+        """One training step, whose gradients end with it: what counts allocations does not see the end of older ones."""
         self.switch(side)
         self.backward(batch)
         self.model.embeddings.apply_gradients()
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def gradients(self, batch: JaggedBatch) -> dict[str, Tensor]:
         """The loss, the gradient of a dense parameter that all tokens reach, and that of the rows."""

@@ -8,11 +8,11 @@ four. Everything else of the step is the same on all sides: one model, one batch
 before anything is timed, those of half precision up to its rounding; sharing trains with another loss, on half of the draws.
 
 Two catalogues: one of which a batch draws each item many times, so that distinct rows are few, and one of which most draws are
-distinct, where plain's distinct rows come on top of its two tensors. Steps are interleaved, and the ratio is the median over
-the rounds. With one thread, process time is counted. On the CPU peak memory counts PyTorch's allocations above the weights and
-the optimizers' state, rows "on the host" included, and the most that the loss's kernel may use itself. `--device cuda` does
-the same on a GPU, by its own count of allocations, with the rows on the host where they are offloaded, and adds how much of
-the copies between host and device runs beside kernels.
+distinct, where plain's distinct rows come on top of its two tensors. What is measured is a step, not the first, which makes the
+optimizer's state. Steps are interleaved, and the ratio is the median over the rounds. With one thread, process time is counted.
+On the CPU peak memory counts PyTorch's allocations above the weights and the optimizers' state, rows "on the host" included,
+and the most that the loss's kernel may use itself. `--device cuda` does the same on a GPU, by its own count of allocations,
+with the rows on the host where they are offloaded, and adds how much of the copies between host and device runs beside kernels.
 """
 
 from __future__ import annotations
@@ -200,6 +200,8 @@ def measure(report: Report, host: Host, shape: Shape, rounds: int, sides: Sequen
         try:
             if count == min(shape.negatives):
                 check_agreement(trained, batch, sides, host.rounding)
+            for step in steps.values():
+                step()
             peaks = {name: host.peak(step) + host.scratch(batch, SIDES[name]) for name, step in steps.items()}
         except torch.OutOfMemoryError:
             report.note(f"{shape}: {count} negatives do not fit into the memory of this device")

@@ -37,13 +37,22 @@ def test_all_sides_are_measured_and_named(measured):
 @pytest.mark.parametrize("items", [1_000, 200_000])
 def test_bytes_are_those_of_a_real_step(items):
     """What a side saves of the whole step's peak, against turbogr.negative_bytes: with few and with many distinct rows."""
-    sides = [PLAIN, "fused", "fp16", "offload", "offload, fp16"]
-    table = measure(Report("x"), Host(), Shape("tiny", 1, 256, items, (64,), promised=False), 1, sides)
-    plain = table[64, PLAIN]
+    sides = list(SIDES)
+    table = measure(Report("x"), Host(), Shape("tiny", 1, 256, items, (256,), promised=False), 1, sides)
+    plain = table[256, PLAIN]
     for name in sides[1:]:
-        saved, computed = plain.peak - table[64, name].peak, plain.computed - table[64, name].computed
-        assert saved == pytest.approx(computed, abs=0.08 * plain.peak), name
-        assert saved > 0.1 * plain.peak, "and they differ by more than that"
+        saved, computed = plain.peak - table[256, name].peak, plain.computed - table[256, name].computed
+        assert saved == pytest.approx(computed, abs=0.05 * plain.peak), name
+        assert saved > 0.2 * plain.peak, "and they differ by more than that"
+
+
+def test_peaks_are_those_of_any_step_but_the_first():
+    """Whichever side comes first, however often: what the first step makes and leaves behind is in nobody's peak."""
+    shape = Shape("tiny", 1, 64, 1_000, (8,), promised=False)
+    orders = ([PLAIN, "fused", "offload"], [PLAIN, "offload", "fused"], [PLAIN])
+    tables = [measure(Report("x"), Host(), shape, 1, names) for names in orders]
+    for table in tables[1:]:
+        assert {key: one.peak for key, one in table.items()} == {key: tables[0][key].peak for key in table}
 
 
 def test_sharing_draws_a_part():

@@ -115,3 +115,17 @@ def test_impossible_inputs_are_refused():
         normalised(torch.ones(2), backend="fast")
     with pytest.raises(ConfigurationError, match="backend cpp computes float32"):
         normalised(torch.ones(2).double(), backend="cpp")
+
+
+@pytest.mark.parametrize("other_first", [False, True])
+def test_another_gradient_of_a_leaf_is_added_in_place(other_first):
+    """So that a batch's leaf has two gradients for a moment, and no third tensor for their sum."""
+    x = torch.randn(50, 8, requires_grad=True)
+    branches = [lambda: normalised(x).exp().sum(), lambda: x[:5].exp().sum()]
+    first, second = (branch() for branch in (branches[::-1] if other_first else branches))
+    loss = first + second
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loss.backward()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert counts.get("aten::add_") == 1
+    assert "aten::add" not in counts

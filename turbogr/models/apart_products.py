@@ -24,8 +24,8 @@ from turbogr.ops.unique import unique_ids
 from turbogr.sparse.apart import ApartRows
 from turbogr.sparse.lane import Ticket, copy_lane
 
-ROWS_AT_ONCE = 4096
-"""Whose gradients go through normalisation together: what that needs besides stays in the cache."""
+VALUES_AT_ONCE = 1 << 18
+"""Of the rows that are widened, or go through normalisation, together: what that needs besides stays in the cache, 1 MB."""
 
 
 def apart_products(
@@ -67,6 +67,7 @@ class _ApartProducts(torch.autograd.Function):
         products = output.new_empty(index.shape)
         for part, values, place, _ in _segments(rows, index, segment, output.device, backend):
             products[part] = negative_logits(output[part], values, place, factors=_factors(values), backend=backend)
+            del values, place
         return products
 
     @staticmethod
@@ -82,22 +83,28 @@ class _ApartProducts(torch.autograd.Function):
             if ctx.lent:
                 grad_output[part] += negative_logits_gradients(lent, output[part], values, place[:, columns:], **options)[0]
             ctx.rows.add_gradient(_through_normalisation(of_vectors, values, factors), distinct)
+            del values, place, distinct, factors, of_vectors  # before the next but one segment is fetched
         return grad_output, None, None, None, None, None, None
 
 
 def _factors(values: Tensor) -> Tensor:
     """float32 [n]: what normalises rows [n, D]; so no normalised copy of them is made."""
-    return torch.linalg.vector_norm(values, dim=1, dtype=torch.float32).clamp_(min=EPS).reciprocal_()
+    # By parts: PyTorch widens what it takes the norm of.
+    norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in values.split(_rows_at_once(values))]
+    return torch.cat(norms).clamp_(min=EPS).reciprocal_()
+
+
+def _rows_at_once(values: Tensor) -> int:
+    return max(1, VALUES_AT_ONCE // max(1, values.shape[1]))
 
 
 def _through_normalisation(gradient: Tensor, values: Tensor, factors: Tensor) -> Tensor:
     """Derivatives by rows, of those by the normalised rows, float32 [n, D], which are overwritten."""
-    for first in range(0, len(values), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        factor, g = factors[part, None], gradient[part]
-        vectors = values[part].float().mul_(factor)
+    at_once = _rows_at_once(values)
+    for g, rows, factor in zip(gradient.split(at_once), values.split(at_once), factors[:, None].split(at_once), strict=True):
+        vectors = rows.float() * factor
         # A row that is shorter than eps is divided by a constant: nothing of its gradient is taken away.
-        share = (g * vectors).sum(1, keepdim=True).masked_fill_(factor >= 1 / EPS, 0)
+        share = torch.linalg.vecdot(g, vectors)[:, None].masked_fill_(factor >= 1 / EPS, 0)
         g.addcmul_(vectors, share, value=-1).mul_(factor)
     return gradient
 
@@ -125,6 +132,7 @@ def _segments(
         ahead = fetch(part.stop) if part.stop < tokens else None
         values, place = arriving.wait()
         yield part, values, place, distinct
+        del arriving, distinct, values, place  # before the next but one is fetched
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

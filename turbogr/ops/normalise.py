@@ -56,6 +56,13 @@ def _wide(x: Tensor) -> Tensor:
     return rows_of(x).to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _like(out: Tensor, x: Tensor) -> Tensor:
+    """In the dtype and shape of x."""
+    out = out.to(x.dtype)
+    # No view where none is needed: autograd adds another gradient to a tensor in place only if nothing else holds its storage.
+    return out if out.shape == x.shape else out.view(x.shape)
+
+
 @torch.library.custom_op(OPERATOR, mutates_args=())
 def _normalise(x: Tensor, backend: str = "auto") -> Tensor:
     wide = _wide(x)
@@ -64,7 +71,7 @@ def _normalise(x: Tensor, backend: str = "auto") -> Tensor:
         out = native_normalise(library, wide, EPS)
     else:
         out = wide / torch.linalg.vector_norm(wide, dim=1, keepdim=True).clamp_(min=EPS)
-    return out.to(x.dtype).view(x.shape)
+    return _like(out, x)
 
 
 @torch.library.custom_op(f"{OPERATOR}_backward", mutates_args=())
@@ -79,7 +86,7 @@ def _normalise_backward(gradient: Tensor, x: Tensor, backend: str = "auto") -> T
         # A row that is shorter than eps is divided by a constant: nothing of its gradient is taken away.
         share = ((g * wide).sum(1, keepdim=True) / divisor.square()).masked_fill_(short, 0)
         out = (g - wide * share).div_(divisor)
-    return out.to(x.dtype).view(x.shape)
+    return _like(out, x)
 
 
 @_normalise.register_fake
