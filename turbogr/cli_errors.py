@@ -164,8 +164,7 @@ def _wrong_value(message: str) -> str:
         hint = _did_you_mean(given[-1], [c.__name__ for base in bases for c in _subclasses(base)])
         return f"{keys}: {given[-1]} is neither a class path nor the name of a known class{hint}"
     if keys and given and types:
-        null = [name for name in names if name == "null"]
-        *others, last = [*(name for name in names if name != "null"), *choices, *null]
+        *others, last = [name for name in names if name != "null"] + choices + ["null"] * ("null" in names)
         wanted = f"{', '.join(others)} or {last}" if others else last
         return f"{keys}: {given[-1]!r} is not accepted, expected {wanted}{_did_you_mean(given[-1], choices)}"
     return " ".join(message.split())
