@@ -213,6 +213,20 @@ def test_shorter_training_counts_what_there_was(folder):
     assert callback.figures.alpha == expected(folder, 3)["alpha"]
 
 
+def test_says_what_is_missing(folder, tmp_path, capsys):
+    """In a single step, and in steps of which each is an epoch; nan is neither said nor logged."""
+    fit(folder, Collisions(), max_steps=1)
+    assert "all of them in one step: there are no two steps to compare, train for 2 or more" in (one := capsys.readouterr().err)
+    fit(folder, Collisions(2), tmp_path, limit_train_batches=1)
+    assert "no step came behind another of its epoch" in (apart := capsys.readouterr().err)
+    logged = [row for row in read_metrics(tmp_path / "metrics.csv") if "train/alpha" in row]
+    assert logged
+    assert all("train/shared" in row and "train/repeated" not in row for row in logged)
+    fit(folder, Collisions(2), max_steps=2)
+    assert "of a step's rows were in the step before" in (both := capsys.readouterr().err)  # negative control
+    assert "nan" not in one + apart + both
+
+
 def test_refuses(folder):
     with pytest.raises(ConfigurationError, match="at least 2 steps, got 1"):
         Collisions(1)

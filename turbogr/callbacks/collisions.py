@@ -191,7 +191,7 @@ class Collisions(Callback):
     tau is 1 under TurboGRStrategy(mode="semi_async"), and 0 in every other mode and under every other strategy. The first
     `window` steps of a fit are counted exactly, all ranks' samples together; what is counted, and its formulas, stands in
     `Figures`. After the window, or at the end of a shorter training, one paragraph is printed, and from then on every logged
-    step has "train/alpha_tau", "train/alpha", "train/shared" and "train/repeated".
+    step has "train/alpha_tau", "train/alpha", "train/shared" and "train/repeated", but for what `Figures` calls nan.
 
     A sample is a history of a JaggedBatch, and of any other batch what the first dimension of its ids counts. A step is an
     optimizer step: with accumulation, all its batches. The rows are those of `sparse_features(batch)` of the module: history,
@@ -261,7 +261,8 @@ class Collisions(Callback):
                 "train/shared": self.figures.shared,
                 "train/repeated": self.figures.repeated,
             }
-            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+            measured = {name: value for name, value in values.items() if not math.isnan(value)}
+            pl_module.log_dict(measured, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Counts what there was, if the window was not filled."""
@@ -311,9 +312,18 @@ class Collisions(Callback):
             f"alpha * tau = {figures.alpha * self.tau:.4g}{beside}\n"
             f"  alpha = {figures.alpha:.4g}: that share of the samples holds row {figures.row - span.start} of {table}; "
             f"tau = {self.tau}\n"
-            f"  two samples of different steps share a row with probability {figures.shared:.4g}; "
-            f"{figures.repeated:.1%} of a step's rows were in the step before"
+            f"  {_between_steps(figures)}"
         )
+
+
+def _between_steps(figures: Figures) -> str:
+    """What is said of different steps, or why there is nothing to say."""
+    if math.isnan(figures.shared):
+        return "all of them in one step: there are no two steps to compare, train for 2 or more"
+    shared = f"two samples of different steps share a row with probability {figures.shared:.4g}; "
+    if math.isnan(figures.repeated):
+        return shared + "no step came behind another of its epoch, so none could read rows before their last update"
+    return shared + f"{figures.repeated:.1%} of a step's rows were in the step before"
 
 
 def _together(steps: list[StepRows], strategy: Any) -> Figures:
