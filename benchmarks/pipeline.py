@@ -22,10 +22,8 @@ import logging
 import os
 import statistics
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +34,35 @@ from _link import BACKEND, Link, LinkGroup, Speed, open_link
 from _namespaces import enter, shaped_network
 from _ranks import run_on_ranks
 from _report import Report, parse_arguments
+from _results import CHECKOUT, write_section
 from _sides import BUCKET_MB, Make, Ours, Serial, Shape, Side, clock_of, make_batches, make_model
 from _timing import keep_freed_memory
 from _torchrec import TorchRec
+from _turns import PLAIN, SEMI, SERIAL, SPARSE_DIST, SYNC, Turn, add_rows, median, of_all_ranks, section
 from torch import Tensor
 
 from turbogr.callbacks.intervals import step_shares
 
-SERIAL, PLAIN, SPARSE_DIST = "serial", "TorchRec", "TorchRec, SparseDist"
-SYNC, SEMI = "ours, sync", "ours, semi-async"
 LATE = "serial, tau = 1"
 SHARE = 0.45
 """Of communication in the serial step."""
 BATCHES = 4
 TOLERANCE = 1e-3
+PAGE = CHECKOUT / "docs" / "semi-async.md"
 LEAD = 3
 """Steps of a turn that are not counted."""
 
-SHAPE = Shape(Lengths(4.4, 0.6, 16, 14_500), users=32, max_length=200, negatives=8, dim=128, blocks=6, heads=2)
-QUICK = replace(SHAPE, lengths=replace(SHAPE.lengths, num_items=10_000), users=24, blocks=4)
+USERS = 64
+"""So many are 5,500 tokens a rank and step; the paper's batches have 15 histories of 2,048 (its Table 7)."""
+
+
+def of_users(users: int) -> Shape:
+    """Batches of so many histories, from a catalogue of which they look up the same share, whatever their number."""
+    lengths = Lengths(4.4, 0.6, 16, num_items=450 * users)
+    return Shape(lengths, users, max_length=200, negatives=8, dim=128, blocks=6, heads=2)
+
+
+QUICK = replace(of_users(24), blocks=4)
 
 
 @dataclass(frozen=True)
@@ -80,25 +88,6 @@ class Plan:
     steps: int
     latency: float
     shaped: float | None = None
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Of one side on one rank; seconds of a step, and shares of the turn.
-
-    Attributes:
-        wall: from step to step.
-        process: of all the rank's threads.
-        computing: share of the turn.
-        exposed: communication that nothing hides.
-        idle: neither.
-    """
-
-    wall: float
-    process: float
-    computing: float
-    exposed: float
-    idle: float
 
 
 def makers(plan: Plan, link: Link) -> dict[str, Make]:
@@ -278,80 +267,23 @@ def check(apart: dict[str, float]) -> None:
         raise SystemExit("a delay of one step changes nothing: the batches share no rows, and the comparison says little")
 
 
-def rows(report: Report, ranks: list[dict[str, Any]]) -> None:
-    """Adds what was measured.
-
-    Nothing is promised of ranks that share cores: they wait for each other's turn to compute. Of the smaller model of a quick
-    run no share of exposed communication is promised: what its last gradients need behind the backward pass is more of a step.
-    """
-    promised = len(ranks) <= (os.cpu_count() or 1)
-    behind = {name: together([rank["turns"]["link"][name] for rank in ranks]) for name in ranks[0]["turns"]["link"]}
-
-    def ratio(turns: dict[str, list[Turn]], slow: str, of: Callable[[Turn], float]) -> float:
-        return statistics.median(of(a) / of(b) for a, b in zip(turns[slow], turns[SEMI], strict=True))
-
-    exposed = 100 * median(behind[SEMI], lambda turn: turn.exposed)
-    report.add(f"{SEMI}: exposed communication", exposed, "% of step", at_most=None if report.quick or not promised else 5.4)
-    for slow, factor in ((SPARSE_DIST, 1.3), (SERIAL, 1.5), (SYNC, None), (PLAIN, None)):
-        if slow in behind:
-            report.add(
-                f"{SEMI}: speed over {slow}",
-                ratio(behind, slow, _wall),
-                "x",
-                baseline=1.0,
-                at_least=factor if promised else None,
-            )
-    free = {name: together([rank["turns"]["free"][name] for rank in ranks]) for name in ranks[0]["turns"]["free"]}
-    for slow in (SPARSE_DIST, SERIAL) if free[SEMI] else ():
-        report.add(f"{SEMI}: speed over {slow}, without the link", ratio(free, slow, _wall), "x", baseline=1.0)
-        report.add(f"{SEMI}: the same by process time", ratio(free, slow, lambda turn: turn.process), "x", baseline=1.0)
-    for name, turns in behind.items():
-        report.add(f"{name}: step", 1e3 * median(turns, _wall), "ms")
-        for share in ("exposed", "computing", "idle"):
-            named = "exposed communication" if share == "exposed" else share
-            report.add(f"{name}: {named}", 100 * median(turns, attrgetter(share)), "% of step")
-        report.add(f"{name}: process time of a rank", 1e3 * median(turns, lambda turn: turn.process), "ms")
-        if free[name]:
-            report.add(f"{name}: step without the link", 1e3 * median(free[name], _wall), "ms")
-
-
-def together(ranks: list[list[Turn]]) -> list[Turn]:
-    """Each turn over all ranks: the longest on the wall, the mean of the rest."""
-    found = []
-    for turns in zip(*ranks, strict=True):
-        means = {
-            key: statistics.mean(getattr(turn, key) for turn in turns) for key in ("process", "computing", "exposed", "idle")
-        }
-        found.append(Turn(max(turn.wall for turn in turns), **means))
-    return found
-
-
-def median(turns: list[Turn], of: Callable[[Turn], float]) -> float:
-    """Over the turns."""
-    return statistics.median(map(of, turns))
-
-
-def _wall(turn: Turn) -> float:
-    return turn.wall
-
-
-def notes(report: Report, plan: Plan, ranks: list[dict[str, Any]], link: str) -> None:
-    """Says how it was measured."""
+def notes(plan: Plan, ranks: list[dict[str, Any]], link: str) -> list[str]:
+    """How it was measured."""
     found, speed = ranks[0], ranks[0]["speed"]
     megabits = 8e-6 * speed.bandwidth
-    share = 100 * median(together([rank["turns"]["link"][SERIAL] for rank in ranks]), lambda turn: turn.exposed)
+    share = 100 * median(of_all_ranks(ranks, "link")[SERIAL], "exposed")
     delay = f"and {1e3 * speed.latency:g} ms each" if link == "simulated" else "by tbf"
-    report.note(f"{link} link, {megabits:,.0f} Mbit/s {delay}: {share:.0f} % of the serial step ({100 * SHARE:.0f} wanted)")
-    report.note(
-        f"{plan.shape.data or 'synthetic'}: {found['tokens']:,.0f} tokens with {plan.shape.negatives} negatives each a rank, "
-        f"{found['distinct']:,.0f} distinct rows of {found['items']:,}; D {plan.shape.dim}, {plan.shape.blocks} blocks, "
-        f"{found['dense']:,} dense parameters in buckets of {BUCKET_MB} MB"
-    )
     apart = ", ".join(f"{name} {distance:.1e}" for name, distance in found["apart"].items() if name != LATE)
-    report.note(f"weights after {2 * BATCHES} steps, from those of the hand-written loop, over the largest change: {apart}")
-    report.note(f"a delay of one step makes that difference {found['apart'][LATE]:.1e}")
-    report.note("TorchRec is handed each batch's distinct ids; ours finds them within the step")
-    report.note(f"{len(ranks)} ranks of one thread, {plan.rounds} rounds of {plan.steps} steps, torch {torch.__version__}")
+    return [
+        f"{link} link, {megabits:,.0f} Mbit/s {delay}: {share:.0f} % of the serial step ({100 * SHARE:.0f} wanted)",
+        f"{plan.shape.data or 'synthetic'}: {plan.shape.users} histories, {found['tokens']:,.0f} tokens with "
+        f"{plan.shape.negatives} negatives each, {found['distinct']:,.0f} distinct rows of {found['items']:,}, a rank and step",
+        f"HSTU: {plan.shape.blocks} blocks, D {plan.shape.dim}; {found['dense']:,} dense parameters, buckets of {BUCKET_MB} MB",
+        f"weights after {2 * BATCHES} steps, from those of the hand-written loop, over the largest change: {apart}",
+        f"a delay of one step makes that difference {found['apart'][LATE]:.1e}",
+        "TorchRec is handed each batch's distinct ids; ours finds them within the step",
+        f"{len(ranks)} gloo ranks of one thread, {plan.rounds} rounds of {plan.steps} steps, torch {torch.__version__}",
+    ]
 
 
 def main() -> int:
@@ -361,11 +293,13 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=1, help="copies of the table, of our sides (default: 1, as TorchRec has)")
     parser.add_argument("--link", choices=("simulated", "real"), default="simulated", help="(default: simulated)")
     parser.add_argument("--latency-ms", type=float, default=0.2, help="of the simulated link (default: 0.2)")
+    parser.add_argument("--users", type=int, default=USERS, help=f"histories of a rank's batch (default: {USERS})")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared folder (default: synthetic histories)")
+    parser.add_argument("--page", action="store_true", help="write the table into docs/semi-async.md")
     arguments = parse_arguments(parser)
     quick = arguments.quick
     plan = Plan(
-        shape=replace(QUICK if quick else SHAPE, data=arguments.data),
+        shape=replace(QUICK if quick else of_users(arguments.users), data=arguments.data),
         groups=arguments.groups,
         sides=(SERIAL, SPARSE_DIST, SYNC, SEMI) if quick else (SERIAL, PLAIN, SPARSE_DIST, SYNC, SEMI),
         rounds=3 if quick else 12,
@@ -376,8 +310,12 @@ def main() -> int:
     ranks = run(plan, arguments.ranks, arguments.link)
     check(ranks[0]["apart"])
     report = Report("pipeline", quick)
-    rows(report, ranks)
-    notes(report, plan, ranks, arguments.link)
+    add_rows(report, ranks)
+    said = notes(plan, ranks, arguments.link)
+    for note in said:
+        report.note(note)
+    if arguments.page and not quick:
+        write_section(PAGE, "pipeline", section(ranks, said))
     return report.finish(arguments.json)
 
 
