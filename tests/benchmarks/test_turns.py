@@ -27,6 +27,7 @@ def measured(rank: int, exposed: float, free_rounds: int = 2):
 def rows_of(exposed: float, quick: bool = False, ranks: int = 2):
     report = Report("pipeline", quick)
     add_rows(report, [measured(rank, exposed) for rank in range(ranks)])
+    assert len({row.claim for row in report.rows}) == len(report.rows)
     return {row.claim: row for row in report.rows}
 
 
