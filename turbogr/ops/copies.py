@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ROWS_AT_ONCE = 1 << 16
+"""Rows of a table, or of its gradient, that are on a device at once on their way from or to the host."""
+
 _HOST_COPY = "_turbogr_host_copy"
 
 

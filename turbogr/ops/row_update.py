@@ -28,7 +28,7 @@ from torch import Tensor
 
 from turbogr.ops import embedding_native
 from turbogr.ops.backend import Backend, check_backend, kernel_for
-from turbogr.ops.copies import to_device
+from turbogr.ops.copies import ROWS_AT_ONCE, to_device
 from turbogr.ops.embedding_lookup import check_range, check_tables, edges_of, outside, segment_sums
 from turbogr.ops.embedding_native import KERNEL
 from turbogr.ops.jagged import check_devices
@@ -66,10 +66,6 @@ class RowRule:
         return [(num_rows, width) for width in widths]
 
 
-PART = 1 << 16
-"""Rows whose gradient is brought from the host to a device at once."""
-
-
 def row_update(
     rule: RowRule, weight: Tensor, state: Sequence[Tensor], rows: Tensor, gradient: Tensor, *, backend: Backend = "auto"
 ) -> None:
@@ -94,7 +90,7 @@ def row_update(
     """
     check_backend(OPERATOR, backend)
     if gradient.device.type == "cpu" and weight.device.type != "cpu":
-        for some, part in zip(rows.split(PART), gradient.split(PART), strict=True):
+        for some, part in zip(rows.split(ROWS_AT_ONCE), gradient.split(ROWS_AT_ONCE), strict=True):
             row_update(rule, weight, state, some.to(weight.device), to_device(part, weight.device), backend=backend)
         return
     _check(OPERATOR, rule, [weight], [state], rows, gradient, None)

@@ -7,9 +7,10 @@ may be most of it. Such a feature can be kept apart (TurboGR, sections 4.3.1 and
       -> the rows that any other feature looks up     the leaf, float32, on the device
       -> the rows of the feature that is kept apart   ApartRows.values, in its dtype, on the device or the host
 
-A row that both look up is read from the table once and stands in both. Autograd sees no half-precision tensor: gradients would
-be rounded to it, and those of a mean over many tokens underflow in float16. Whoever computes with `values` adds the gradient in
-float32 with `add_gradient`; `anchor` is what ties that computation to the loss.
+A row that both look up stands in both: it is sent once, and read, where it arrives or from the table, once for each. Autograd
+sees no half-precision tensor: gradients would be rounded to it, and those of a mean over many tokens underflow in float16.
+Whoever computes with `values` adds the gradient in float32 with `add_gradient`; `anchor` is what ties that computation to the
+loss.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ import torch
 from torch import Tensor
 
 from turbogr.errors import ConfigurationError
-from turbogr.ops.copies import note_host_copy, on_host, to_device
-
-PART = 1 << 16
-"""Rows that are on a device at once on their way to the host."""
+from turbogr.ops.copies import ROWS_AT_ONCE, note_host_copy, on_host, to_device
 
 
 class Apart(NamedTuple):
@@ -130,12 +128,12 @@ def kept(read: Callable[[Tensor], Tensor], places: Tensor, apart: Apart) -> Tens
     if not apart.on_host or places.device.type == "cpu":
         return read(places).to(apart.dtype)
     # Into pinned memory, so that segments are fetched without waiting, and by parts: all of them may not fit on the device.
-    parts = places.split(PART)
+    parts = places.split(ROWS_AT_ONCE)
     first = read(parts[0]).to(apart.dtype)
     host = torch.empty(len(places), first.shape[1], dtype=apart.dtype).pin_memory()
     host[: len(first)] = first
     for number, part in enumerate(parts[1:], 1):
-        host[number * PART : number * PART + len(part)] = read(part).to(apart.dtype)
+        host[number * ROWS_AT_ONCE : number * ROWS_AT_ONCE + len(part)] = read(part).to(apart.dtype)
     return host
 
 
