@@ -133,7 +133,7 @@ class Trained:
         loss = self.backward(batch)
         table = self.model.embeddings
         [lookup] = table._pending
-        rows = lookup.gradient()
+        rows = lookup.take_gradient()
         table.discard_gradients()
         positions = self.model.backbone.positions.grad
         assert rows is not None

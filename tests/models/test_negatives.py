@@ -61,7 +61,7 @@ def step_of(model, batch, batch_idx=0):
     loss.backward()
     table = torch.zeros(NUM_ITEMS, DIM)
     for lookup in model.embeddings._pending:
-        gradient = lookup.gradient()
+        gradient = lookup.take_gradient()
         if gradient is not None:
             table[lookup.ids] += gradient
     return loss.detach(), model.backbone.weight.grad, table
@@ -260,9 +260,21 @@ def test_gradients_are_not_rounded():
     model = model_of(apart=(Apart(torch.float16), None))
     expected = written_down(model, batch, half=torch.float16)[2]
     (model.training_step(batch, 0) * 2.0**-20).backward()
-    table = torch.zeros(NUM_ITEMS, DIM).index_add_(0, model.embeddings._pending[0].ids, model.embeddings._pending[0].gradient())
+    (lookup,) = model.embeddings._pending
+    table = torch.zeros(NUM_ITEMS, DIM).index_add_(0, lookup.ids, lookup.take_gradient())
     check((table * 2.0**20,), (expected,))
     assert (table.half() == 0)[expected != 0].any(), "which float16 would lose"
+
+
+@pytest.mark.parametrize("how", APART)
+def test_a_gradient_is_taken_once(how):
+    """A second time the parts would have been added up twice."""
+    model = model_of(apart=APART[how])
+    model.training_step(random_batch(LENGTHS, NUM_ITEMS, negatives=6), 0).backward()
+    (lookup,) = model.embeddings._pending
+    assert lookup.take_gradient() is not None
+    with pytest.raises(RuntimeError, match="has been taken already"):
+        lookup.take_gradient()
 
 
 def test_an_update_takes_both_parts():

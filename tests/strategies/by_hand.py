@@ -102,7 +102,7 @@ def train(
                 loss = model.training_step(batch, k)
             if loss is not None:
                 (loss / accumulate).backward()
-                window.append((request.ids, lookup.gradient()))
+                window.append((request.ids, lookup.take_gradient()))
             if (k + 1) % accumulate == 0 or k + 1 == len(batches):
                 if clip is not None:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

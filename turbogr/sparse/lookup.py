@@ -99,6 +99,7 @@ class Lookup:
         self.places = request.places
         self.sizes = request.sizes if request.places is None else request.places.main_sizes
         self.backend: Backend = backend
+        self._taken = False
 
     @classmethod
     def of(
@@ -129,11 +130,17 @@ class Lookup:
         }
         return cls(request, read(places.main).requires_grad_(trains), request.index, parts, backend)
 
-    def gradient(self) -> Tensor | None:
+    def take_gradient(self) -> Tensor | None:
         """float [U, D], of `ids`; None if none has arrived. On the host, if a feature's rows are kept there.
 
-        Where a feature is kept apart, to be asked for once: the parts are added up in place, to need no further [U, D].
+        Once: where a feature is kept apart, the parts are added up in place, to need no further [U, D].
+
+        Raises:
+            RuntimeError: if it has been taken before.
         """
+        if self._taken:
+            raise RuntimeError("Lookup: its gradient has been taken already, and its parts added up in place")
+        self._taken = True
         if self.places is None:
             return self.rows.grad
         if self.rows.grad is None and all(part.gradient is None for part in self.apart.values()):

@@ -254,7 +254,7 @@ class EmbeddingTable(nn.Module):
             lr_scale: factor of the learning rate.
             clip_norm: largest norm of the gradient of all rows of all tables together; None lets it be.
         """
-        gradients = [(look.ids, look.gradient()) for look in self._pending]
+        gradients = [(look.ids, look.take_gradient()) for look in self._pending]
         pending = [(ids.to(gradient.device), gradient) for ids, gradient in gradients if gradient is not None]
         self._pending.clear()
         if not pending:
