@@ -15,7 +15,7 @@ from turbogr.models.backbone import Backbone
 from turbogr.models.negatives import SharedLogits
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.tokens import NEGATIVES
-from turbogr.negative_bytes import SEGMENT, NegativeLoad, apart, fused, gathered, offloaded
+from turbogr.negative_bytes import SEGMENT, NegativeLoad, fused, gathered, offloaded, on_device
 from turbogr.sparse.apart import Apart
 from turbogr.sparse.optimizers import AdaGrad
 from turbogr.sparse.table import EmbeddingTable
@@ -60,10 +60,7 @@ class Side:
         if self.materialised:  # beside the distinct rows, and these normalised
             return gathered(load).device + fused(load).rows
         value_bytes = self.dtype.itemsize
-        if self.offload:
-            found = offloaded(load, SEGMENT, value_bytes, self.k)
-        else:
-            found = fused(load, self.k) if self.dtype == torch.float32 else apart(load, value_bytes, self.k)
+        found = offloaded(load, SEGMENT, value_bytes, self.k) if self.offload else on_device(load, value_bytes, self.k)
         return found.device + (found.host if device == "cpu" else 0)
 
     def drawn(self, batch: JaggedBatch) -> JaggedBatch:

@@ -56,9 +56,21 @@ class RetrievalLoss(nn.Module):
         Raises:
             ConfigurationError: the loss has no such form.
         """
+        refuse_without_products(self, "training with negatives that are kept apart, or lent as products,")
+        raise NotImplementedError
+
+
+def has_products(loss: RetrievalLoss) -> bool:
+    """Whether the loss has a form `of_products` of its own."""
+    return type(loss).of_products is not RetrievalLoss.of_products
+
+
+def refuse_without_products(loss: RetrievalLoss, wanted_by: str) -> None:
+    """Raises ConfigurationError if the loss has no `of_products`."""
+    if not has_products(loss):
         raise ConfigurationError(
-            f"{type(self).__name__} has no of_products (turbogr.losses.RetrievalLoss), which NegativeOffload, "
-            "NegativeQuantization and LogitSharing(scores='lender') need: write one, or train without them"
+            f"{wanted_by} needs a loss that has of_products (turbogr.losses.RetrievalLoss); {type(loss).__name__} has none: "
+            "write one, or train without"
         )
 
 

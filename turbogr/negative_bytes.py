@@ -151,6 +151,11 @@ def apart(load: NegativeLoad, value_bytes: int = FP16, k: int = 1) -> NegativeBy
     return NegativeBytes(_places(load, k), values * value_bytes, 2 * values * FP32, _logits(load, k))
 
 
+def on_device(load: NegativeLoad, value_bytes: int = FP32, k: int = 1) -> NegativeBytes:
+    """As they are kept where they are not offloaded: float32 rows in the batch's leaf, others apart."""
+    return fused(load, k) if value_bytes == FP32 else apart(load, value_bytes, k)
+
+
 def offloaded(load: NegativeLoad, segment: int = SEGMENT, value_bytes: int = FP32, k: int = 1) -> NegativeBytes:
     """Two segments of tokens on the device; all rows and their gradient, float32, on the host.
 
@@ -183,7 +188,7 @@ def offload_below(load: NegativeLoad, segment: int = SEGMENT, value_bytes: int =
         value_bytes: of a value of the rows.
         k: expansion factor of sharing.
     """
-    without = (fused(load, k) if value_bytes == FP32 else apart(load, value_bytes, k)).device
+    without = on_device(load, value_bytes, k).device
     return without / SHARE if offloaded(load, segment, value_bytes, k).device < without else 0.0
 
 

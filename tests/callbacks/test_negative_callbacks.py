@@ -16,10 +16,12 @@ from turbogr.callbacks.negative_offload import NegativeOffload
 from turbogr.callbacks.negative_quantization import NegativeQuantization
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
+from turbogr.losses import RetrievalLoss
 from turbogr.models.hstu import HSTU
 from turbogr.models.negatives import SharedLogits
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.tokens import NEGATIVES
+from turbogr.negative_bytes import FP16, FP32, NegativeLoad, offload_below
 from turbogr.sparse.apart import Apart
 
 
@@ -154,6 +156,26 @@ def test_on_a_device_bytes_decide(data, memory, offloads, monkeypatch, caplog):
     assert " fused, " in caplog.text
 
 
+@pytest.mark.parametrize("callbacks", [[], [NegativeQuantization()]], ids=["fp32", "fp16"])
+def test_auto_keeps_the_rule_that_describe_shows(data, monkeypatch, callbacks):
+    """A byte of device memory decides, and it is that of `turbogr.negative_bytes.offload_below`."""
+    model = model_of(data)
+    for callback in callbacks:
+        callback.setup(SimpleNamespace(callbacks=callbacks), model, "fit")
+    tokens = round(8 * data.num_training_tokens / data.num_users)
+    load = NegativeLoad.expected(tokens, data.num_negatives, model.embeddings.dim, model.num_items)
+    below = round(offload_below(load, 1, FP16 if callbacks else FP32))
+    assert below > 0
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), datamodule=data)
+    for memory, offloads in ((below - 1, True), (below, False)):
+        module = SimpleNamespace(mem_get_info=lambda device, memory=memory: (0, memory))
+        monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
+        offload = NegativeOffload(segment=1)
+        offload.on_fit_start(trainer, model)
+        assert (model.negatives.segment == 1) == offloads
+        offload.teardown(trainer, model, "fit")
+
+
 def test_negatives_within_the_batch_are_not_offloaded_by_themselves(data, caplog):
     trainer = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cuda")),
@@ -170,7 +192,72 @@ def test_features_of_items_are_refused_where_rows_are_kept_apart(data):
     model = model_of(data)
     model.tokens.names["item"].append("author")
     with pytest.raises(ConfigurationError, match=r"NegativeQuantization keeps the rows of negatives apart.*without author"):
-        NegativeQuantization().setup(SimpleNamespace(), model, "fit")
+        NegativeQuantization().setup(SimpleNamespace(callbacks=[]), model, "fit")
     with pytest.raises(ConfigurationError, match="NegativeOffload"):
         NegativeOffload(mode="offload").on_fit_start(SimpleNamespace(), model)
     NegativeOffload(mode="fused").on_fit_start(SimpleNamespace(), model)
+
+
+class Own(RetrievalLoss):
+    """Without `of_products`."""
+
+    def forward(self, output, items, targets, negatives):
+        return (output @ items.T).mean()
+
+
+def train(data: SequenceDataModule, model: GenerativeRetriever, *callbacks: pl.Callback) -> None:
+    pl.Trainer(**QUIET, callbacks=list(callbacks), max_steps=1, enable_checkpointing=False, limit_val_batches=0).fit(
+        model, data
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (NegativeQuantization, "NegativeQuantization"),
+        (lambda: NegativeOffload(mode="offload"), r"NegativeOffload\(mode='offload'\)"),
+        (lambda: LogitSharing(2, "lender"), r"LogitSharing\(scores='lender'\)"),
+    ],
+)
+def test_a_loss_without_products_is_refused_before_training(data, make, named, monkeypatch):
+    model = model_of(data)
+    model.loss = Own()
+    monkeypatch.setattr(GenerativeRetriever, "training_step", lambda *_: pytest.fail("it trains"))
+    with pytest.raises(ConfigurationError, match=rf"{named} needs a loss that has of_products .*; Own has none"):
+        train(data, model, make())
+
+
+def test_a_loss_without_products_is_trained_where_nobody_needs_them(data, caplog):
+    model = model_of(data)
+    model.loss = Own()
+    with caplog.at_level("INFO"):
+        train(data, model, LogitSharing(2), NegativeOffload())
+        cuda = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")), datamodule=data)
+        NegativeOffload(segment=1).on_fit_start(cuda, model)
+    assert model.embeddings.apart == {}
+    assert "not offloaded (Own has no of_products" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (
+            lambda: [LogitSharing(2), LogitSharing(3, "lender")],
+            r"2 callbacks LogitSharing, LogitSharing\(k=2, scores='own', lender_gradient=True\) and "
+            r"LogitSharing\(k=3, scores='lender', lender_gradient=True\)",
+        ),
+        (
+            lambda: [NegativeQuantization("bf16"), LogitSharing(2), NegativeQuantization()],
+            r"NegativeQuantization\(dtype='bf16'\) and NegativeQuantization\(dtype='fp16'\)",
+        ),
+        (
+            lambda: [NegativeOffload(mode="fused"), NegativeOffload(5)],
+            r"NegativeOffload\(segment=100, mode='fused'\) and NegativeOffload\(segment=5, mode='auto'\)",
+        ),
+    ],
+)
+def test_two_of_a_kind_are_refused(data, callbacks, message):
+    model = model_of(data)
+    with pytest.raises(ConfigurationError, match=message):
+        train(data, model, *callbacks())
+    assert (model.negatives.sharing, model.negatives.segment, model.embeddings.apart) == (None, None, {})

@@ -12,7 +12,7 @@ from turbogr.batch import JaggedBatch
 from turbogr.callbacks.negative_path import NegativeCallback, negative_path
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
-from turbogr.losses import refuse_without
+from turbogr.losses import refuse_without, refuse_without_products
 from turbogr.models.negatives import Scores, SharedLogits
 
 ENOUGH_TOKENS, FEW_TOKENS = 15 * 2048, 2 * 2048
@@ -44,7 +44,8 @@ class LogitSharing(NegativeCallback):
         lender_gradient: whether what is borrowed gives a gradient to its lender; see `turbogr.models.negatives.SharedLogits`.
 
     Raises:
-        ConfigurationError: an option has an impossible value, or the module or its loss cannot share.
+        ConfigurationError: an option has an impossible value, the trainer has another such callback, or the module or its loss
+            cannot share.
     """
 
     def __init__(self, k: int | Literal["auto"] = 2, scores: Scores = "own", lender_gradient: bool = True) -> None:
@@ -57,8 +58,11 @@ class LogitSharing(NegativeCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Switches sharing on."""
         path, model = negative_path(pl_module, "LogitSharing")
+        self.refuse_another(trainer)
         if stage != "fit":
             return
+        if self.scores == "lender":
+            refuse_without_products(model.loss, "LogitSharing(scores='lender')")
         if self.scores == "own" and not self.lender_gradient:
             refuse_without(model.loss, "lent", "LogitSharing(lender_gradient=False)")
         tokens = _tokens_of_a_batch(trainer)

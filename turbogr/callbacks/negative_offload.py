@@ -11,9 +11,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from turbogr.callbacks.negative_path import NegativeCallback, keep_apart, keep_together, negative_path
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError
+from turbogr.losses import has_products, refuse_without_products
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.models.tokens import NEGATIVES
-from turbogr.negative_bytes import FP16, FP32, SEGMENT, SHARE, NegativeLoad, apart, fused, offloaded
+from turbogr.negative_bytes import FP16, FP32, SEGMENT, NegativeLoad, offload_below, offloaded, on_device
 from turbogr.units import in_bytes
 
 OffloadMode = Literal["auto", "offload", "fused"]
@@ -38,8 +39,8 @@ class NegativeOffload(NegativeCallback):
             says what it chose.
 
     Raises:
-        ConfigurationError: an option has an impossible value, or rows are to be kept on the host and the module has features of
-            items.
+        ConfigurationError: an option has an impossible value, the trainer has another such callback, or rows are to be kept on
+            the host and the module has features of items or a loss without `of_products`.
     """
 
     def __init__(self, segment: int = SEGMENT, mode: OffloadMode = "auto") -> None:
@@ -50,8 +51,11 @@ class NegativeOffload(NegativeCallback):
         self.segment, self.mode = segment, mode
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses a module that has no such negatives."""
-        negative_path(pl_module, "NegativeOffload")
+        """Refuses a module that has no such negatives, and a loss that cannot use them."""
+        _, model = negative_path(pl_module, "NegativeOffload")
+        self.refuse_another(trainer)
+        if stage == "fit" and self.mode == "offload":
+            refuse_without_products(model.loss, f"NegativeOffload(mode={self.mode!r})")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switches it on; here, because what it saves depends on what the other callbacks have switched on."""
@@ -72,6 +76,8 @@ class NegativeOffload(NegativeCallback):
             return _say(False, "rows are in the host's memory anyway")
         if model.tokens.names["item"]:
             return _say(False, "features of items make items' vectors of several rows, which cannot be kept apart")
+        if not has_products(model.loss):
+            return _say(False, f"{type(model.loss).__name__} has no of_products, which it needs")
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, SequenceDataModule):
             return _say(False, "batches are not known beforehand; choose mode: offload if memory is short")
@@ -83,11 +89,10 @@ class NegativeOffload(NegativeCallback):
         k = 1 if model.negatives.sharing is None else model.negatives.sharing.k
         narrow = NEGATIVES in model.embeddings.apart and model.embeddings.apart[NEGATIVES].dtype != torch.float32
         value_bytes = FP16 if narrow else FP32
-        without = (apart(load, FP16, k) if narrow else fused(load, k)).device
-        with_it = offloaded(load, self.segment, value_bytes, k).device
+        without, with_it = on_device(load, value_bytes, k).device, offloaded(load, self.segment, value_bytes, k).device
         total = int(torch.get_device_module(device).mem_get_info(device)[1])
         figures = f"{in_bytes(without)} fused, {in_bytes(with_it)} offloaded, of {in_bytes(total)}"
-        return _say(with_it < without and without > SHARE * total, figures)
+        return _say(total < offload_below(load, self.segment, value_bytes, k), figures)
 
 
 def _say(offload: bool, why: str) -> bool:

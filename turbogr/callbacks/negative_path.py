@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +16,21 @@ from turbogr.sparse.apart import Apart
 
 class NegativeCallback(Callback):
     """Whose `teardown` switches off what it has switched on: not only where training ends, but also where it is cut short."""
+
+    def refuse_another(self, trainer: Trainer) -> None:
+        """Raises ConfigurationError if the trainer has another callback of this kind: one would undo the other."""
+        # Lightning's Trainer has the attribute, whatever it says of its type.
+        alike = [each for each in trainer.callbacks if isinstance(each, type(self))]  # type: ignore[attr-defined]
+        if len(alike) > 1:
+            raise ConfigurationError(
+                f"the trainer has {len(alike)} callbacks {type(self).__name__}, {' and '.join(map(str, alike))}, "
+                "of which each would undo the other: leave one of them in trainer.callbacks"
+            )
+
+    def __str__(self) -> str:
+        # By their names: Lightning gives callbacks attributes of its own.
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in inspect.signature(type(self)).parameters)
+        return f"{type(self).__name__}({options})"
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Switches it off: Lightning calls no `teardown` after an exception or Ctrl-C."""

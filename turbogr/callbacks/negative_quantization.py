@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from turbogr.callbacks.negative_path import NegativeCallback, keep_apart, keep_together, negative_path
 from turbogr.errors import ConfigurationError
+from turbogr.losses import refuse_without_products
 
 HalfPrecision = Literal["fp16", "bf16"]
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -26,7 +27,8 @@ class NegativeQuantization(NegativeCallback):
         dtype: "fp16" or "bf16".
 
     Raises:
-        ConfigurationError: the type is unknown, or the module has features of items.
+        ConfigurationError: the type is unknown, the trainer has another such callback, or the module has features of items or a
+            loss without `of_products`.
     """
 
     def __init__(self, dtype: HalfPrecision = "fp16") -> None:
@@ -37,7 +39,9 @@ class NegativeQuantization(NegativeCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Switches it on."""
         _, model = negative_path(pl_module, "NegativeQuantization")
+        self.refuse_another(trainer)
         if stage == "fit":
+            refuse_without_products(model.loss, "NegativeQuantization")
             keep_apart(model, "NegativeQuantization", dtype=_DTYPES[self.dtype])
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
