@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +61,21 @@ def trained():
     """The number that the strategy's option leads to, and that training then works with it."""
     strategy = TurboGRStrategy(groups="auto", memory_per_rank="1GB", local_bandwidth="1GB", network_bandwidth="10kB")
     trainer = fit(Path(sys.argv[1]), 4, strategy)
+    trainer.save_checkpoint(Path(sys.argv[1]) / "trained.ckpt")
     return {"groups": strategy.topology.groups, "steps": trainer.global_step}
+
+
+def taken_up():
+    """What is said where a run goes on and links have become others, and where they are as they were."""
+    found = {}
+    for name, links in {"others": ("10kB", "1GB"), "the same": ("1GB", "10kB")}.items():
+        strategy = TurboGRStrategy("auto", memory_per_rank="1GB", local_bandwidth=links[0], network_bandwidth=links[1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(Path(sys.argv[1]), 4, strategy, ckpt_path=Path(sys.argv[1]) / "trained.ckpt", max_epochs=2)
+        said = [str(warning.message) for warning in caught if "groups =" in str(warning.message)]
+        found[name] = {"groups": strategy.topology.groups, "said": said}
+    return found
 
 
 def refused():
@@ -73,4 +88,6 @@ def refused():
 
 
 if __name__ == "__main__":
-    report_checks({check.__name__: check for check in (measured, shared, alone, unknown, too_large, trained, refused)})
+    report_checks(
+        {check.__name__: check for check in (measured, shared, alone, unknown, too_large, trained, taken_up, refused)}
+    )

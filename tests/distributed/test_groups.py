@@ -63,3 +63,15 @@ def test_the_option_of_the_strategy(groups):
     message = same_on_all(groups["refused"])
     assert message.startswith("groups = 4 needs ")
     assert re.search(r"more than a rank's memory of [\d.]+ [kMGT]?B: use more ranks", message)
+
+
+def test_a_run_that_goes_on_with_another_number_says_so(groups):
+    """Once, on rank 0."""
+    groups["trained"]
+    first, *others = groups["taken_up"]
+    assert first["others"]["groups"] == 1
+    (said,) = first["others"]["said"]
+    assert said.startswith("groups = 1, but 2 in the run that is taken up: ")
+    assert said.endswith("set groups: 2 for the same bits")
+    assert first["the same"] == {"groups": 2, "said": []}
+    assert all(found["others"] == {"groups": 1, "said": []} for found in others)

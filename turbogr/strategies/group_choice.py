@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch import distributed as dist
 
@@ -24,6 +25,9 @@ from turbogr.units import parse_bytes
 
 COUNTED_RANKS = 64
 """Ranks whose first batches are compared; what more ranks share is estimated (`DistinctRows`)."""
+
+GROUPS_KEY = "turbogr_groups"
+"""Key of a checkpoint under which the groups of the run that wrote it stand: {"ranks": W, "groups": M}."""
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -123,6 +127,23 @@ class Asked(NamedTuple):
         if self.groups is None:
             rank_zero_info(why)
         return cost.groups
+
+    def compare(self, checkpoint: Mapping[str, Any], world: int, groups: int) -> None:
+        """Says so if a run is taken up with another number of groups than it had, though nobody asked for another.
+
+        Lightning gives the checkpoint after the tables have been divided, so what it says cannot decide.
+
+        Args:
+            checkpoint: that is taken up.
+            world: W.
+            groups: M, as settled.
+        """
+        before = checkpoint.get(GROUPS_KEY)
+        if self.groups is None and before is not None and before["ranks"] == world and before["groups"] != groups:
+            rank_zero_warn(
+                f"groups = {groups}, but {before['groups']} in the run that is taken up: it goes on as it would have, up to "
+                f"rounding; set groups: {before['groups']} for the same bits"
+            )
 
 
 class Means(NamedTuple):

@@ -51,7 +51,7 @@ from turbogr.strategies.checkpoint import (
 )
 from turbogr.strategies.dense import FixedBuckets, TracedReduction, keep_from_ddp, reduce_traced
 from turbogr.strategies.failures import FailureBoard
-from turbogr.strategies.group_choice import Asked
+from turbogr.strategies.group_choice import GROUPS_KEY, Asked
 from turbogr.strategies.lookahead import LookaheadLoader, evaluation_loader, training_loader
 from turbogr.strategies.npu import DDPOnNPU
 from turbogr.strategies.pipeline import InFlight, Mode, Pipeline
@@ -81,7 +81,8 @@ class TurboGRStrategy(DDPOnNPU):
 
     Args:
         groups: M, the number of copies of the tables; must divide the number of ranks. "auto" chooses by the rule of
-            `turbogr.sparse.groups`, from the rows of the first batches, memory and links.
+            `turbogr.sparse.groups`, from the rows of the first batches, memory and links; a run that is
+            taken up with another number than it had says so.
         mode: "semi_async", rows are updated one step later than the dense parameters, so that what travels does so beside the
             computation (TurboGR, sections 4.2.2 and 4.2.3); "sync", every batch sees the updates of all before it.
         batches_in_flight: from the one whose rows are being updated to the one that is being loaded, 2 to 8. What is trained
@@ -334,6 +335,8 @@ class TurboGRStrategy(DDPOnNPU):
         module = self.lightning_module
         assert module is not None
         note_delayed(checkpoint, self.pipeline.delayed, self.engine)
+        if self.world_size > 1:
+            checkpoint[GROUPS_KEY] = {"ranks": self.world_size, "groups": self.topology.groups}
         if self._table.engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.checkpoint_form == "distributed":
@@ -346,6 +349,7 @@ class TurboGRStrategy(DDPOnNPU):
         module = self.lightning_module
         assert module is not None
         load_state(module, self.engine, checkpoint, strict)
+        self._asked.compare(checkpoint, self.world_size, self.topology.groups)
         self.pipeline.delayed = own_delayed(checkpoint, self.engine) if self.mode == "semi_async" else None
 
     # The end.
