@@ -6,12 +6,15 @@ import functools
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.data.make import write_prepared
@@ -22,6 +25,7 @@ from turbogr.data.datamodule import SequenceDataModule
 from turbogr.data.prepare import prepare
 from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever
+from turbogr.negative_bytes import NegativeLoad
 from turbogr.sparse import optimizers
 from turbogr.sparse.table import EmbeddingTable
 from turbogr.strategies import TurboGRStrategy
@@ -90,6 +94,11 @@ TWO |= {
     "semi_async": ({"groups": 1, **SEMI}, {"rows": "lazy_adam", "max_epochs": 2}),
     "semi_async, bf16-mixed": ({"groups": 2, **SEMI}, {"rows": "adagrad", "precision": "bf16-mixed"}),
 }
+POPULARITY = {"data": {"negative_sampling": "popularity"}, "rows": "adagrad"}
+TWO |= {
+    "log q": ({"groups": 1}, POPULARITY),
+    "log q, semi_async, fp16 negatives": ({"groups": 1, **SEMI}, {**POPULARITY, "negatives": ("fp16",)}),
+}
 
 
 SHARED = {
@@ -113,9 +122,15 @@ def shared_folder() -> Path | None:
 
 
 def build(
-    folder: Path, ranks: int, rows: str = "lazy_adam", dropout: float = 0.0, scheduled: bool = False, **data: Any
+    folder: Path,
+    ranks: int,
+    rows: str = "lazy_adam",
+    dropout: float = 0.0,
+    scheduled: bool = False,
+    corrected: bool = True,
+    **data: Any,
 ) -> tuple[GenerativeRetriever, SequenceDataModule]:
-    """A model and its data."""
+    """A model, its logits corrected by log q unless draws are uniform or `corrected` is False, and its data."""
     pl.seed_everything(7)
     options = {"batch_size": TOGETHER // ranks, "max_length": 20, "num_negatives": 6, "num_workers": 0, "eval_batch_size": 64}
     module = SequenceDataModule(folder, **{**options, **data})
@@ -127,6 +142,7 @@ def build(
         scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5) if scheduled else None,
         top_k=(1, 10),
         predict_k=5,
+        log_q=module.log_q if corrected else None,
     )
     return model, module
 
@@ -148,10 +164,11 @@ def fit(
     data: dict[str, Any] | None = None,
     negatives: Sequence[str] = (),
     seed: int | None = None,
+    corrected: bool = True,
     **options: Any,
 ) -> pl.Trainer:
     """Trains, on `ranks` ranks of which torchrun has started as many, with callbacks of NEGATIVES."""
-    model, module = build(folder, ranks, rows, dropout, scheduled, **(data or {}))
+    model, module = build(folder, ranks, rows, dropout, scheduled, corrected, **(data or {}))
     model.seed = seed
     checkpoints = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks or [])
     settings = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 0, "enable_checkpointing": checkpoints}
@@ -196,6 +213,35 @@ def flat(checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 sync = functools.partial(TurboGRStrategy, mode="sync")
 """What trains as one process does."""
+
+
+class OnTheWire(pl.Callback):
+    """Counts, while a model is trained, the bytes of look-ups that this rank sends, itself included.
+
+    Attributes:
+        sent: dtype -> bytes.
+        added: rows of this rank's batches that negatives alone look up.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[str, int] = {}
+        self.added = 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.added += NegativeLoad.of(batch, pl_module.embeddings.dim).added
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within, transports are listened to."""
+        send = dist.all_to_all_single
+
+        def counted(received, sent, *args, **kwargs):
+            key = str(sent.dtype).removeprefix("torch.")
+            self.sent[key] = self.sent.get(key, 0) + sent.nbytes
+            return send(received, sent, *args, **kwargs)
+
+        with patch.object(dist, "all_to_all_single", counted):
+            yield
 
 
 class SignalOn(pl.Callback):

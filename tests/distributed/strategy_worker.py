@@ -21,6 +21,7 @@ from tests.distributed.strategy_cases import (
     SHARED,
     TWO,
     Batches,
+    OnTheWire,
     SignalOn,
     SizedBatches,
     Toy,
@@ -51,6 +52,17 @@ def equal(name: str, options: dict[str, Any], training: dict[str, Any]) -> dict[
     trainer = fit(PREPARED, RANKS, strategy, **training)
     trainer.save_checkpoint(OUT / f"{name}.ckpt")
     return {"member": strategy.topology.member, "digest": digest(strategy), "steps": trainer.global_step}
+
+
+def on_the_wire() -> dict[str, Any]:
+    """What look-ups send with and without negatives in half precision."""
+    found = {}
+    for name, negatives in (("fp32", ()), ("fp16", ("fp16",))):
+        wire = OnTheWire()
+        with wire.counting():
+            fit(PREPARED, RANKS, sync(1), [wire], rows="adagrad", negatives=negatives)
+        found[name] = {"sent": wire.sent, "added": wire.added}
+    return found
 
 
 # What must not be forgotten, forgotten.
@@ -246,6 +258,8 @@ def checks(which: str) -> dict[str, Any]:
         }
     cases = {4: FOUR, 2: {**TWO, **SHARED}}[RANKS]
     found = {name: partial(equal, name, *case) for name, case in cases.items()}
+    if RANKS == 2:
+        found["on the wire"] = on_the_wire
     if RANKS == 4:
         found |= {name: partial(mistaken, name) for name in MISTAKES}
         found["resumed, sync"] = partial(resumed, "sync", 2, "gathered", 2, 0.0)

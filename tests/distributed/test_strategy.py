@@ -11,12 +11,23 @@ import pytest
 import torch
 
 from tests.distributed.launch import launch_checks
-from tests.distributed.strategy_cases import FOUR, QUIET, TWO, build, fit, make_folder, relative, shared_folder
+from tests.distributed.strategy_cases import (
+    FOUR,
+    POPULARITY,
+    QUIET,
+    TWO,
+    build,
+    fit,
+    make_folder,
+    relative,
+    shared_folder,
+)
 from turbogr.strategies import TurboGRStrategy
 
 WORKER = "tests.distributed.strategy_worker"
 TOLERANCE = 1e-5
 MODES = pytest.mark.parametrize("mode", ["sync", "semi_async"])
+DTYPES = ("int64", "float32", "float16")
 MISTAKES = ("exchange dropped", "factor 1/I left in", "unweighted")
 
 
@@ -96,6 +107,27 @@ def test_two_ranks_equal_one_process(two, two_out, one, name):
         assert differences["embeddings.weight"] <= 0.02
     else:
         assert max(differences.values()) <= TOLERANCE, differences
+
+
+def test_log_q_is_seen(two, two_out, one):
+    """Negative control: what two ranks train with the correction is not what one process trains without."""
+    two["log q"]
+    differences = relative(two_out / "log q.ckpt", one(**POPULARITY, corrected=False))
+    assert max(differences.values()) > 100 * TOLERANCE, differences
+
+
+def test_rows_that_negatives_alone_look_up_travel_half_as_wide(two):
+    """Nothing else does: ids are as many, and gradients as wide."""
+    sent = {
+        name: {dtype: sum(report[name]["sent"].get(dtype, 0) for report in two["on the wire"]) for dtype in DTYPES}
+        for name in ("fp32", "fp16")
+    }
+    added = {name: sum(report[name]["added"] for report in two["on the wire"]) for name in sent}
+    assert added["fp32"] == added["fp16"] > 0
+    rows = sent["fp32"]["float32"] // 2  # and as much for their gradients
+    assert sent["fp32"] == {"int64": sent["fp16"]["int64"], "float32": 2 * rows, "float16": 0}
+    assert sent["fp16"]["float32"] == rows
+    assert sent["fp16"]["float16"] == rows - added["fp16"] * 8 * 2, "8 values of a row, 2 bytes less each"
 
 
 def test_tokens_borrow_within_their_rank_whatever_the_groups(two, two_out):
