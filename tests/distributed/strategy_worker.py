@@ -69,7 +69,7 @@ def on_the_wire() -> dict[str, Any]:
 
 
 def exchange_dropped(engine: SparseEngine, scale: float) -> None:
-    for sent in engine._sent:
+    for sent in engine._updates._sent:
         sent.touched.union = None
     _start_exchange(engine, scale)
 

@@ -23,6 +23,11 @@ class Touched:
     def __init__(self, rows: Tensor, union: RowUnion | None) -> None:
         self.rows, self.union = rows, union
 
+    @property
+    def by_any_group(self) -> Tensor:
+        """int64 [N], rows that any group touched, distinct, ascending."""
+        return self.rows if self.union is None else self.union.ids
+
 
 def merge(batches: Sequence[Touched], backend: Backend = "auto") -> tuple[Touched, Tensor | None]:
     """One Touched for several: every row once.

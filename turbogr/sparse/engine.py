@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,49 +38,22 @@ from torch import distributed as dist
 
 from turbogr.errors import ConfigurationError
 from turbogr.ops.copies import to_device
-from turbogr.ops.embedding_lookup import jagged_embedding_lookup, sum_by_row
-from turbogr.sparse.accumulation import Touched, merge
+from turbogr.ops.embedding_lookup import jagged_embedding_lookup
+from turbogr.sparse.accumulation import Touched
 from turbogr.sparse.catalogue import Catalogue, LocalCatalogue
 from turbogr.sparse.exchange import ExchangeForm, ValueExchange
 from turbogr.sparse.host_features import HostFeatures
-from turbogr.sparse.lane import Lane, NoLane, ThreadLane, Ticket, copy_lane, lane_for
+from turbogr.sparse.lane import Lane, NoLane, ThreadLane, copy_lane, lane_for
 from turbogr.sparse.lookup import Features, ItemFeature, Lookup, RowRequest, SparseFeature
 from turbogr.sparse.narrow_rows import Packing, narrow_dtype, narrow_ones
 from turbogr.sparse.sharded_catalogue import ShardedCatalogue
 from turbogr.sparse.sharding import Sharding
 from turbogr.sparse.shards import ShardedState, is_sharded, keep_part, local_tensors
-from turbogr.sparse.table import ITEMS, EmbeddingTable, clipped
+from turbogr.sparse.table import ITEMS, EmbeddingTable
 from turbogr.sparse.topology import HSPTopology
 from turbogr.sparse.transport import SparseBatch, Transport
+from turbogr.sparse.updates import RowUpdates, RowValues, SentGradient
 from turbogr.tracing import Trace
-
-
-class RowValues(NamedTuple):
-    """Some rows of this rank's weight as they were at some time.
-
-    Attributes:
-        rows: int64 [n], of the weight, ascending; on the host.
-        values: float [n, D].
-    """
-
-    rows: Tensor
-    values: Tensor
-
-
-class _Sent(NamedTuple):
-    """A batch's gradient on its way to the owners."""
-
-    number: int
-    touched: Touched
-    gradient: Ticket[Tensor]
-
-
-class _Update(NamedTuple):
-    """An update under way: the rows that any rank touched, and the sums that their optimizer will get."""
-
-    number: int
-    rows: Tensor
-    sums: Ticket[Tensor]
 
 
 class SparseEngine:
@@ -118,7 +91,7 @@ class SparseEngine:
         if sharding.spans != table.spans:
             raise ValueError(f"SparseEngine: the sharding is of the tables {sharding.spans}, the table has {table.spans}")
         self.table, self.topology, self.sharding = table, topology, sharding
-        self._values = ValueExchange(topology.replica_pg, exchange)
+        values = ValueExchange(topology.replica_pg, exchange)
         rows = frozenset(name for name, x in table.state_dict().items() if is_sharded(x, table.num_rows))
         keep_part(table, sharding, topology.member)
         self._state = ShardedState(table, sharding, topology.member, topology.shard_pg, rows)
@@ -133,8 +106,7 @@ class SparseEngine:
         self._host_lane: Lane = NoLane() if topology.world_size == 1 else ThreadLane("turbogr-ids")
         self._host_features = HostFeatures()
         self._current: SparseBatch | None = None
-        self._sent: list[_Sent] = []
-        self._update: _Update | None = None
+        self._updates = RowUpdates(table, values, self._over_members, self._trace)
 
     # Made when they are first used: a strategy shards tables before the module goes to its device.
 
@@ -259,7 +231,7 @@ class SparseEngine:
             gradient = batch.route.to_travel(gradient)
             received = gradient.new_empty(len(inverse), gradient.shape[1])
         work = partial(self._transport.send_gradient, batch, gradient, received, inverse, len(touched.rows))
-        self._sent.append(_Sent(batch.number, touched, self._lane.submit(work)))
+        self._updates.add(SentGradient(batch.number, touched, self._lane.submit(work)))
         if self._current is batch:
             self._current = None
 
@@ -274,30 +246,7 @@ class SparseEngine:
         Raises:
             RuntimeError: if the exchange before has not been followed by an update.
         """
-        if self._update is not None:
-            raise RuntimeError("SparseEngine: start_exchange twice without an update")
-        if not self._sent:
-            return
-        sent, self._sent = self._sent, []
-        number, backend = sent[-1].number, self.table.backend
-        touched, inverse = merge([one.touched for one in sent], backend)
-        exchanged = None if touched.union is None else self._values.prepare(touched.union, self.table.weight)
-
-        def sums() -> Tensor:
-            parts = [one.gradient.wait() for one in sent]
-            gradient = parts[0]
-            if inverse is not None:
-                place = to_device(inverse, gradient.device)
-                gradient = sum_by_row(torch.cat(parts), place, len(touched.rows), backend=backend)
-            if scale != 1.0:
-                gradient.mul_(scale)
-            if exchanged is not None:
-                with self._trace.span("values", number, "communication"):
-                    gradient = exchanged(gradient)
-            return gradient
-
-        rows = touched.rows if touched.union is None else touched.union.ids
-        self._update = _Update(number, rows, self._lane.submit(sums))
+        self._updates.start(scale, self._lane)
 
     def update(
         self,
@@ -318,25 +267,10 @@ class SparseEngine:
         Returns:
             What is updated and any group's `read_by` reads, or may read, as it was before; nothing without `read_by`.
         """
-        weight, update = self.table.weight, self._update
-        earlier = RowValues(torch.empty(0, dtype=torch.int64), weight.new_empty(0, weight.shape[1]))
-        if update is None:
-            return earlier
-        self._update = None
-        with self._trace.span("wait for values", update.number, "wait"):
-            gradient = update.sums.wait()
-        if clip_norm is not None:
-            gradient = clipped(gradient, self._over_members(gradient.double().square().sum()), clip_norm)
-        if read_by is not None:
-            rows = update.rows
-            if read_by != "any batch":
-                touched, _ = self._touched(read_by)
-                rows = rows[torch.isin(rows, touched.rows if touched.union is None else touched.union.ids)]
-            earlier = RowValues(rows, weight.detach()[rows])
-        with torch.no_grad(), self._trace.span("update", update.number, "compute"):
-            rows = to_device(update.rows, weight.device)
-            self.table.optimizer.step(weight, rows, gradient, self.table.backend, lr_scale)
-        return earlier
+        if read_by is None or read_by == "any batch":
+            return self._updates.finish(lr_scale, clip_norm, None if read_by is None else "any")
+        touched, _ = self._touched(read_by)
+        return self._updates.finish(lr_scale, clip_norm, touched.by_any_group)
 
     def settle(self) -> None:
         """Waits until nothing that was begun is under way any more."""
@@ -348,7 +282,8 @@ class SparseEngine:
 
         What is under way goes on, and whatever comes later is sent behind it.
         """
-        self._sent, self._update, self._current = [], None, None
+        self._updates.forget()
+        self._current = None
 
     # What the table asks.
 

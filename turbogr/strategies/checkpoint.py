@@ -42,8 +42,9 @@ from turbogr.checkpoints import (
     write_through,
 )
 from turbogr.errors import ConfigurationError
-from turbogr.sparse.engine import RowValues, SparseEngine
+from turbogr.sparse.engine import SparseEngine
 from turbogr.sparse.row_files import read_rows, saved_rows, write_rows
+from turbogr.sparse.updates import RowValues
 
 DELAYED_KEY = "turbogr_delayed_rows"
 """Key of a checkpoint under which rows stand that the next batch reads as they were before the last update:

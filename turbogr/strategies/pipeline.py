@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import distributed as dist
 
-from turbogr.sparse.engine import RowValues, SparseEngine
+from turbogr.sparse.engine import SparseEngine
 from turbogr.sparse.lane import Ticket
 from turbogr.sparse.table import Features
 from turbogr.sparse.transport import SparseBatch
+from turbogr.sparse.updates import RowValues
 from turbogr.strategies.aggregation import loss_weight
 from turbogr.strategies.agreement import Agreed, Agreement, StopRequest
 from turbogr.strategies.transfer import Transfer
