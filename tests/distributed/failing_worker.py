@@ -1,4 +1,7 @@
-"""One of several ranks fails, in the way that the first argument names, where the second says which rank."""
+"""One of several ranks fails, in the way that the first argument names, where the second says which rank.
+
+The third is a folder for a checkpoint of every other step.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.distributed.strategy_cases import QUIET, SizedBatches, Toy
 from turbogr.sparse.transport import Transport
 from turbogr.strategies import TurboGRStrategy
 
-HOW, WHO = sys.argv[1], int(sys.argv[2])
+SEED, BATCHES = 3, 20
+"""Of the model, as `tests.strategies.test_resume.toy` has it; of an epoch, the same ones on every rank."""
+
+HOW: str
+WHO: int
 
 
 def fails(place: str, trainer: pl.Trainer) -> bool:
@@ -48,7 +56,7 @@ class FailingSet(IterableDataset):
         self.rank = rank
 
     def __iter__(self):
-        for number, batch in enumerate(SizedBatches(20, 1)):
+        for number, batch in enumerate(SizedBatches(BATCHES, 1)):
             if number == 6 and self.rank == WHO:
                 raise OSError("the cause")
             yield batch
@@ -76,11 +84,14 @@ class FailingLoader(SizedBatches):
 
 
 if __name__ == "__main__":
-    options = {"max_epochs": 2, "val_check_interval": 8, "enable_checkpointing": False}
+    HOW, WHO = sys.argv[1], int(sys.argv[2])
+    pl.seed_everything(SEED)
+    saving = ModelCheckpoint(sys.argv[3], every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    options = {"max_epochs": 2, "val_check_interval": 8, "callbacks": [saving]}
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = TurboGRStrategy(groups=2, timeout_s=40)
     trainer = pl.Trainer(**QUIET, **options, devices=ranks, strategy=strategy, default_root_dir=Path.cwd())
-    loader: Any = FailingLoader(20, 1)
+    loader: Any = FailingLoader(BATCHES, 1)
     if HOW == "worker":
         loader = DataLoader(FailingSet(int(os.environ["RANK"])), batch_size=None, num_workers=1)
     if HOW in ("unique", "values"):
