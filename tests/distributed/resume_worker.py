@@ -84,6 +84,11 @@ CASES = {
     "unsized, worker": Case({"groups": 2}, {}, "unsized, worker", (4,)),
     "stateful": Case({"groups": 2}, {}, "stateful", (4,)),
 }
+ON_FOUR = {
+    "worker": Case({"groups": 2}, {"limit_train_batches": BATCHES, **VALIDATED}, {"num_workers": 1}, (-3,)),
+    "unsized": Case({"sharding": "table_wise"}, {}, "unsized", (4, BATCHES)),
+}
+"""What the launch of four ranks in test_strategy.py adds."""
 
 
 def train(case: Case, mode: str, callbacks: list[pl.Callback], path: Path | None = None, **options: Any) -> pl.Trainer:
@@ -122,24 +127,25 @@ def bits(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def stopped(name: str, mode: str, stop: int) -> Path:
+def stopped(case: Case, mode: str, stop: int, last: Path) -> Path:
     """Trains until there; returns the checkpoint."""
-    last = OUT / f"{name}-{mode}-{stop}.ckpt"
     if stop == 0:
         with suppress(TrainingInterrupted):
-            train(CASES[name], mode, [LastCheckpoint(last), SignalOn(int(os.environ["WORLD_SIZE"]) - 1, 2)])
+            train(case, mode, [LastCheckpoint(last), SignalOn(int(os.environ["WORLD_SIZE"]) - 1, 2)])
             raise AssertionError("went through")
     else:
         callback = AfterValidation(last) if stop < 0 else LastCheckpoint(last)
-        assert train(CASES[name], mode, [callback], max_steps=abs(stop)).global_step == abs(stop)
+        assert train(case, mode, [callback], max_steps=abs(stop)).global_step == abs(stop)
     return last
 
 
-def resumed(name: str, mode: str, stops: tuple[int, ...] = ()) -> dict[str, Any]:
+def resumed(name: str, case: Case, mode: str) -> dict[str, Any]:
     """The end of a run without a stop, and of those that stopped and went on."""
-    whole = end(train(CASES[name], mode, []))
-    found = {stop: end(train(CASES[name], mode, [], stopped(name, mode, stop))) for stop in stops or CASES[name].stops}
-    return {"whole": whole, **{str(stop): one for stop, one in found.items()}}
+    found = {"whole": end(train(case, mode, []))}
+    for stop in case.stops:
+        path = stopped(case, mode, stop, OUT / f"{name}-{mode}-{stop}.ckpt")
+        found[str(stop)] = end(train(case, mode, [], path))
+    return found
 
 
 def one_batch_further(loader: LookaheadLoader, first: int) -> None:
@@ -207,7 +213,9 @@ def terminated(groups: int) -> dict[str, Any]:
 
 
 def checks() -> dict[str, Callable[[], Any]]:
-    found: dict[str, Callable[[], Any]] = {f"{name}, {mode}": partial(resumed, name, mode) for name in CASES for mode in MODES}
+    found: dict[str, Callable[[], Any]] = {
+        f"{name}, {mode}": partial(resumed, name, case, mode) for name, case in CASES.items() for mode in MODES
+    }
     found |= {name: partial(mistaken, name) for name in MISTAKES}
     return found | {f"terminated, {groups}": partial(terminated, groups) for groups in (1, 2)}
 

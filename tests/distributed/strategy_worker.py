@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from tests.distributed import resume_worker
 from tests.distributed.launch import report_checks
 from tests.distributed.live_tensors import peaks
 from tests.distributed.strategy_cases import (
@@ -242,8 +243,6 @@ def checks(which: str) -> dict[str, Any]:
         return {
             **{f"uneven, {name}, {mode}": partial(uneven, loader, mode) for name, loader in both.items() for mode in MODES},
             **{f"uneven validation, {name}": partial(uneven_validation, loader) for name, loader in both.items()},
-            **{f"resumed within, {mode}": partial(resumed, mode, 1, "gathered", 2) for mode in MODES},
-            **{f"resumed at the end, {mode}": partial(resumed, mode, 2, "gathered", 4) for mode in MODES},
             **{f"resumed from a directory, {mode}": partial(resumed, mode, 1, "distributed", 5) for mode in MODES},
             "signalled, sync": partial(signalled, "sync", "SIGTERM"),
             "signalled, semi_async": partial(signalled, "semi_async", "SIGINT"),
@@ -264,6 +263,9 @@ def checks(which: str) -> dict[str, Any]:
         found |= {name: partial(mistaken, name) for name in MISTAKES}
         found["resumed, sync"] = partial(resumed, "sync", 2, "gathered", 2, 0.0)
         found |= {f"resumed, {form}": partial(resumed, "semi_async", 2, form, 2, 0.0) for form in ("gathered", "distributed")}
+        resume_worker.PREPARED, resume_worker.OUT = PREPARED, OUT
+        for name, case in resume_worker.ON_FOUR.items():
+            found |= {f"resumed, {name}, {mode}": partial(resume_worker.resumed, name, case, mode) for mode in MODES}
     return found
 
 

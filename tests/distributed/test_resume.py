@@ -53,3 +53,9 @@ def test_a_signal_without_a_checkpoint_leaves_nothing_behind(two, groups):
         assert report["again"] > report["step"]
     for report, found in zip(reports, two[f"{UNDISTURBED[groups]}, semi_async"], strict=True):
         assert report["other"] == found["whole"]
+
+
+def test_the_processes_end_without_complaint(two):
+    """And close their process groups before they do, of which torch would say that they have not been destroyed."""
+    assert two.finished.code == 0
+    assert "destroy" not in two.finished.everything()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import launch_checks
+from tests.distributed.resume_worker import ON_FOUR
 from tests.distributed.strategy_cases import (
     FOUR,
     POPULARITY,
@@ -160,6 +161,15 @@ def test_four_ranks_are_resumed_bit_for_bit(four, which):
         assert resumed["digest"] != report["stopped"]
 
 
+@MODES
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_are_resumed_whatever_loads_their_batches(four, name, mode):
+    """With loaders' workers behind a validation; with loaders of unknown length within an epoch and at its end."""
+    for found in four[f"resumed, {name}, {mode}"]:
+        assert len(found) == 1 + len(ON_FOUR[name].stops)
+        assert all(resumed == found["whole"] for resumed in found.values())
+
+
 @pytest.mark.parametrize("form", ["gathered", "distributed"])
 def test_one_rank_goes_on_from_four(four, four_out, folder, tmp_path, form):
     """Within an epoch: delayed rows of all members find their way, and are missed where they are left out."""
@@ -199,10 +209,9 @@ def test_uneven_validation_is_refused_on_all_ranks(rest, loader):
 
 
 @MODES
-@pytest.mark.parametrize("where", ["within", "at the end", "from a directory"])
-def test_a_resumed_run_equals_an_uninterrupted_one(rest, where, mode):
-    """With dropout and validations, bit for bit."""
-    for report in rest[f"resumed {where}, {mode}"]:
+def test_a_run_resumed_from_a_directory_equals_an_uninterrupted_one(rest, mode):
+    """With dropout and validations, bit for bit; from files, in test_resume.py."""
+    for report in rest[f"resumed from a directory, {mode}"]:
         resumed, whole = report["ends"]
         assert resumed == whole
         assert resumed["digest"] != report["stopped"]  # it did train on
