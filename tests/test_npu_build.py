@@ -7,12 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from turbogr import cann
+from tests.ascendc.plugin import gate
+from turbogr import cann, npu_build
+from turbogr.errors import MissingDependencyError
 from turbogr.ops import npu_plugin
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -26,46 +27,54 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "turbogr" / "npu"
 
 
-def npu_build(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_build(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), **variables}
     command = [sys.executable, "-m", "turbogr.npu_build", *args]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd="/")
 
 
 @pytest.fixture(scope="module")
-def torch_npu(tmp_path_factory):
-    """A cache that has torch_npu's headers, and nothing built; skips where the wheel cannot be had."""
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
-    run = subprocess.run([*pip, f"torch-npu=={npu_plugin.TORCH_NPU}"], capture_output=True, text=True, check=False)
-    if run.returncode:
-        pytest.skip(f"the wheel of torch-npu {npu_plugin.TORCH_NPU} cannot be had: {run.stderr.strip().splitlines()[-1]}")
-    return folder
+def built():
+    """The command's result in an empty cache, shared with the plugin's test; skips where torch_npu's wheel cannot be had."""
+    found = gate.passed()
+    if found is None:
+        pytest.skip(f"the wheel of torch-npu {npu_plugin.TORCH_NPU} cannot be had")
+    return found
 
 
 @pytest.mark.slow
-def test_gate_the_plugin_compiles_and_links_without_cann(cache, torch_npu):
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ on the path")
-    began = time.monotonic()
-    # pip looks into the folder first: what was downloaded is not downloaded again.
-    first = npu_build(PIP_FIND_LINKS=str(torch_npu), CXX="g++")
-    assert first.returncode == 0, first.stdout + first.stderr
-    print(f"took {time.monotonic() - began:.0f} s")
+def test_gate_the_plugin_compiles_and_links_without_cann(built, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(built.cache))
     libraries = npu_plugin.libraries()
     assert libraries.plugin.is_file()
-    assert f"plugin: {libraries.plugin}" in first.stdout, "it says where the library was written"
-    assert "its kernels are not built" in first.stdout
-    written = libraries.plugin.stat().st_mtime_ns
+    assert f"plugin: {libraries.plugin}" in built.stdout, "it says where the library was written"
+    assert "its kernels are not built" in built.stdout
+    compiled = {line.strip() for line in built.stdout.splitlines() if line.startswith("  ")}
+    assert compiled == {source.name for source in npu_build.sources()}, "all sources, none kept from before"
     # Every operator that has kernels is registered.
-    content = libraries.plugin.read_bytes()
-    registered = set(re.findall(rb"turbogr::(\w+)", content))
+    registered = set(re.findall(rb"turbogr::(\w+)", libraries.plugin.read_bytes()))
     assert {name.encode() for name in OPERATORS} <= registered
-    second = npu_build()
-    assert second.returncode == 0
-    assert second.stdout.splitlines()[0] == f"plugin: {libraries.plugin}", "the second time there is nothing to do"
-    assert libraries.plugin.stat().st_mtime_ns == written
-    assert {file.name for file in cache.iterdir()} == {libraries.plugin.parent.name, f"torch-npu-{npu_plugin.TORCH_NPU}"}
+    folder, wheel = libraries.plugin.parent, f"torch-npu-{npu_plugin.TORCH_NPU}"
+    assert {file.name for file in folder.parent.iterdir()} == {folder.name, wheel}
+    assert {file.name for file in folder.iterdir()} == {libraries.plugin.name, "objects"}
+
+
+@pytest.mark.slow
+def test_make_finds_nothing_to_do_the_second_time_from_any_folder(built, monkeypatch):
+    if shutil.which("make") is None or not (CHECKOUT / ".venv" / ".turbogr-setup").is_file():
+        pytest.skip("no make on the path, or this checkout was not set up by make")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(built.cache))
+    library = npu_plugin.libraries().plugin
+    written = library.stat().st_mtime_ns
+    # Whatever the dates of files say, setting up again is not what is tested.
+    make = ["make", "-C", str(CHECKOUT), "-o", ".venv/.turbogr-setup", "npu-plugin"]
+    for folder in ("/", str(CHECKOUT / "docs")):
+        run = subprocess.run(make, capture_output=True, text=True, env=gate.environment(built.cache), check=False, cwd=folder)
+        assert run.returncode == 0, run.stderr
+        told = run.stdout.splitlines()
+        assert f"plugin: {library}" in told
+        assert not any("compiled" in line or "download" in line for line in told)
+    assert library.stat().st_mtime_ns == written
 
 
 OPERATORS = [
@@ -75,20 +84,37 @@ OPERATORS = [
 ]
 
 
-@pytest.mark.slow
-def test_make_works_from_any_folder(cache, torch_npu):
-    if shutil.which("g++") is None or shutil.which("make") is None:
-        pytest.skip("no g++ or make on the path")
-    for folder in ("/", str(CHECKOUT / "docs")):
-        run = subprocess.run(
-            ["make", "-C", str(CHECKOUT), "-n", "npu-plugin"], capture_output=True, text=True, check=False, cwd=folder
-        )
-        assert run.returncode == 0, run.stderr
-        assert "-m turbogr.npu_build" in run.stdout
+FAKE_COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo 1; exit; fi
+case "$*" in *second.cpp*) if [ ! -f {whole} ]; then exit 1; fi;; esac
+for output; do :; done
+touch "$output"
+"""
+
+
+def test_a_build_that_was_cut_short_goes_on(tmp_path, monkeypatch, capfd):
+    compiler, whole, folder = tmp_path / "cxx", tmp_path / "whole", tmp_path / "objects"
+    compiler.write_text(FAKE_COMPILER.format(whole=whole))
+    compiler.chmod(0o755)
+    wanted = [Path("first.cpp"), Path("second.cpp")]
+
+    def compiled(command: str) -> set[str]:
+        monkeypatch.setenv("CXX", command)
+        made = npu_build.compile_sources(wanted, folder, torch_npu=None)
+        assert all(x.is_file() for x in made)
+        return {line.strip() for line in capfd.readouterr().out.splitlines() if line.startswith("  ")}
+
+    with pytest.raises(MissingDependencyError, match="cxx failed with exit code 1"):
+        compiled(str(compiler))
+    assert capfd.readouterr().out.splitlines()[1:] == ["  first.cpp"]
+    whole.touch()
+    assert compiled(str(compiler)) == {"second.cpp"}
+    assert compiled(str(compiler)) == set()
+    assert compiled(f"{compiler} -g") == {"first.cpp", "second.cpp"}, "another command's objects are others"
 
 
 def test_without_a_compiler_it_says_so():
-    run = npu_build(CXX="no-such-compiler")
+    run = run_build(CXX="no-such-compiler")
     assert run.returncode == 1
     assert run.stderr.startswith("npu_build: CXX names no-such-compiler, which is not on the path")
     assert "Traceback" not in run.stderr
@@ -151,7 +177,7 @@ def plugin_is_there() -> npu_plugin.Libraries:
 def test_kernels_are_built_by_cmake_beside_the_plugin(tmp_path, cmake):
     path, log = cmake()
     libraries, home = plugin_is_there(), write_cann(tmp_path / "cann", "9.0.0")
-    run = npu_build("--kernels", PATH=path, ASCEND_HOME_PATH=str(home))
+    run = run_build("--kernels", PATH=path, ASCEND_HOME_PATH=str(home))
     assert run.returncode == 0, run.stderr
     assert libraries.kernels.is_file()
     assert f"kernels: {libraries.kernels}" in run.stdout
@@ -175,7 +201,7 @@ def test_kernels_that_cannot_be_built_are_told_in_one_line(tmp_path, cmake, rele
     path, _ = cmake(end)
     libraries = plugin_is_there()
     named = {} if release is None else {"ASCEND_HOME_PATH": str(write_cann(tmp_path / "cann", release))}
-    run = npu_build("--kernels", PATH=path, **named)
+    run = run_build("--kernels", PATH=path, **named)
     assert run.returncode == 1
     assert told in run.stderr
     assert "Traceback" not in run.stderr
@@ -184,6 +210,6 @@ def test_kernels_that_cannot_be_built_are_told_in_one_line(tmp_path, cmake, rele
 
 def test_kernels_without_cmake(tmp_path, monkeypatch):
     plugin_is_there()
-    run = npu_build("--kernels", PATH=str(tmp_path), ASCEND_HOME_PATH=str(write_cann(tmp_path / "cann", "9.0.0")))
+    run = run_build("--kernels", PATH=str(tmp_path), ASCEND_HOME_PATH=str(write_cann(tmp_path / "cann", "9.0.0")))
     assert run.returncode == 1
     assert "npu_build: there is no cmake on the path" in run.stderr

@@ -8,6 +8,7 @@ torch from being imported. `turbogr.ops.npu_plugin` tells where the libraries li
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +29,9 @@ from turbogr.resources import kernels_dir
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror")
 LINK_FLAGS = ("-shared", "-Wl,-z,defs", "-Wl,--allow-shlib-undefined")
 """The plugin itself may leave nothing undefined; what torch_npu's library misses is CANN's."""
+
+OF_TORCH_NPU = "device_npu.cpp"
+"""The only source that includes torch_npu's headers, and CANN's that come with these; others are compiled without them."""
 
 LIBRARIES = ("torch_cpu", "c10", "torch_npu")
 _OF_THE_WHEEL = ("torch_npu/include/", "torch_npu/lib/libtorch_npu.so")
@@ -59,7 +64,7 @@ def main(args: list[str] | None = None) -> int:
             return run_cpu_twin(options.architecture)
         libraries = npu_plugin.libraries()
         if options.again or not libraries.plugin.is_file():
-            build_plugin(libraries.plugin)
+            build_plugin(libraries.plugin, options.again)
         print(f"plugin: {libraries.plugin}")
         if options.kernels:
             if options.again or not libraries.kernels.is_file():
@@ -73,38 +78,79 @@ def main(args: list[str] | None = None) -> int:
     return 0
 
 
-def build_plugin(library: Path) -> None:
-    """Compiles and links the plugin into its place.
+def build_plugin(library: Path, again: bool = False) -> None:
+    """Compiles and links the plugin into its place; its objects stay beside it, so that a build that was cut short goes on.
+
+    Args:
+        library: where it belongs.
+        again: also compile what is there.
 
     Raises:
         MissingDependencyError: if compiler, torch or torch_npu's wheel cannot be had, or the compiler refuses.
     """
-    command, told = toolchain.compiler()
-    torch, torch_npu = _package("torch"), _torch_npu()
-    # As system headers: warnings are to be of our own sources.
-    folders = [torch / "include", torch / "include/torch/csrc/api/include"]
-    folders += [torch_npu / "include", torch_npu / "include/third_party/acl/inc"]
-    include = [word for folder in folders for word in ("-isystem", str(folder))]
-    sources = sorted((kernels_dir() / "torch_npu_plugin").glob("*.cpp"))
-    print(f"{len(sources)} sources, {told.splitlines()[0]}", flush=True)
-    library.parent.mkdir(parents=True, exist_ok=True)
+    objects = library.parent / "objects"
+    if again:
+        shutil.rmtree(objects, ignore_errors=True)
+    torch_npu = _torch_npu()
     began = time.monotonic()
+    compiled = [str(file) for file in compile_sources(sources(), objects, torch_npu)]
+    command, _ = toolchain.compiler()
+    places = [f"-L{package / 'lib'}" for package in (_package("torch"), torch_npu)]
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as building:
-
-        def compile_one(source: Path) -> Path:
-            compiled = Path(building) / f"{source.stem}.o"
-            _run([*command, *FLAGS, *include, "-c", str(source), "-o", str(compiled)])
-            print(f"  {source.name}", flush=True)
-            return compiled
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            compiled = list(pool.map(compile_one, sources))
         linked = Path(building) / library.name
-        places = [f"-L{package / 'lib'}" for package in (torch, torch_npu)]
-        objects = [str(file) for file in compiled]
-        _run([*command, *LINK_FLAGS, "-o", str(linked), *objects, *places, *(f"-l{name}" for name in LIBRARIES)])
+        _run([*command, *LINK_FLAGS, "-o", str(linked), *compiled, *places, *(f"-l{name}" for name in LIBRARIES)])
         linked.replace(library)
     print(f"compiled and linked in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def sources() -> list[Path]:
+    """The plugin's sources.
+
+    Raises:
+        MissingDependencyError: if they are missing.
+    """
+    return sorted((kernels_dir() / "torch_npu_plugin").glob("*.cpp"))
+
+
+def compile_sources(wanted: Sequence[Path], folder: Path, torch_npu: Path | None) -> list[Path]:
+    """The plugin's objects, compiled where they are not there yet.
+
+    Args:
+        wanted: sources.
+        folder: for these sources only; an object's name tells source, command and compiler.
+        torch_npu: its folder; None if OF_TORCH_NPU is not wanted.
+
+    Returns:
+        One object a source, in their order.
+
+    Raises:
+        MissingDependencyError: if compiler or torch cannot be had, or the compiler refuses.
+    """
+    command, told = toolchain.compiler()
+    torch = _package("torch") / "include"
+    of_torch = [torch, torch / "torch/csrc/api/include"]
+    of_torch_npu = [torch_npu / "include", torch_npu / "include/third_party/acl/inc"] if torch_npu else []
+    print(f"{len(wanted)} sources, {told.splitlines()[0]}", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: Path) -> Path:
+        # As system headers: warnings are to be of our own sources.
+        folders = of_torch + of_torch_npu if source.name == OF_TORCH_NPU else of_torch
+        include = [word for x in folders for word in ("-isystem", str(x))]
+        arguments = [*command, *FLAGS, *include, "-c", str(source)]
+        digest = hashlib.sha256("\0".join([*arguments, told]).encode()).hexdigest()[:16]
+        compiled = folder / f"{source.stem}-{digest}.o"
+        if compiled.is_file():
+            return compiled
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as building:
+            made = Path(building) / compiled.name
+            _run([*arguments, "-o", str(made)])
+            made.replace(compiled)
+        print(f"  {source.name}", flush=True)
+        return compiled
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(compile_one, wanted))
 
 
 def build_kernels(library: Path, architecture: str) -> None:

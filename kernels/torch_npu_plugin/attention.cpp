@@ -9,16 +9,21 @@
 namespace turbogr::npu {
 
 bool Attention::for_kernels() const {
-    return backend == "auto" && mask == "causal" && tokens() > 0 && has_kernels(q.scalar_type());
+    if (backend != "auto" || mask != "causal" || !has_kernels(q.scalar_type())) return false;
+    check_rows();
+    return tokens() > 0;
 }
 
-std::vector<int64_t> Attention::checked_offsets() const {
+void Attention::check_rows() const {
     TORCH_CHECK_VALUE(
         q.dim() == 3 && k.sizes() == q.sizes() && v.dim() == 3 && v.size(0) == tokens() && v.size(1) == heads(), name,
         ": q and k are [T, H, dqk] and v is [T, H, dv]; got q ", q.sizes(), ", k ", k.sizes(), ", v ", v.sizes());
     TORCH_CHECK_VALUE(
         k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), name, ": q, k and v share one dtype; got ",
         q.scalar_type(), ", ", k.scalar_type(), ", ", v.scalar_type());
+}
+
+std::vector<int64_t> Attention::checked_offsets() const {
     for (const Table* times : {&query_times, &key_times})
         TORCH_CHECK_VALUE(
             !time.has_value() || (times->has_value() && (*times)->numel() == tokens() && (*times)->scalar_type() == at::kLong),

@@ -34,11 +34,13 @@ struct Attention {
     int64_t entries(const Table& table) const { return table.has_value() ? table->numel() : 0; }
 
     // Whether kernels are asked for and may exist: their tilings have the last word. Where they may not, PyTorch computes the call.
+    // Throws ValueError where q, k and v do not go together, so that a tiling may read all their sizes.
     bool for_kernels() const;
 
-    // Throws ValueError for shapes and values that contradict each other; waits for the device where offsets are new.
+    // Throws ValueError for times, offsets and tables that contradict q; waits for the device where offsets are new.
     std::vector<int64_t> checked_offsets() const;
     void check_gradient(const at::Tensor& gradient, int64_t channels) const;
+    void check_rows() const;
 
     // The assignments of blocks to cores, one behind the other, as kernels read them.
     std::vector<int32_t> plan(

@@ -1,6 +1,7 @@
 // turbogr::jagged_embedding_lookup on NPUs.
 //
-// Ids are not looked at here: a look-up waits for nobody. One outside its table stops the forward kernel.
+// Values of ids are not looked at here: a look-up waits for nobody. One outside its table stops the forward kernel; a backward
+// comes behind its forward, and sorts whatever it is given.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -35,6 +36,12 @@ std::vector<int64_t> edges(const Splits& splits, int64_t ids, int64_t tables) {
     return values;
 }
 
+void check_ids(const char* name, const at::Tensor& ids, c10::Device device) {
+    TORCH_CHECK_VALUE(
+        ids.dim() == 1 && ids.scalar_type() == at::kLong && ids.device() == device, name, ": ids are int64 [N] on ", device, "; got ",
+        ids.scalar_type(), " ", ids.sizes(), " on ", ids.device());
+}
+
 // Tables, or gradients, as kernels read them; addresses come later.
 std::vector<int64_t> list_of(const std::vector<int64_t>& edges, const std::vector<int64_t>& rows, const std::vector<at::Tensor>& all) {
     std::vector<int64_t> numbers;
@@ -61,14 +68,13 @@ bool written(at::TensorList tables, const at::Tensor& ids, const Splits& splits,
     TORCH_CHECK_VALUE(!tables.empty(), FORWARD, ": there is no table");
     const auto& first = tables[0];
     if (backend != "auto" || !has_kernels(first.scalar_type()) || ids.numel() == 0 || !out.is_contiguous()) return false;
-    TORCH_CHECK_VALUE(
-        ids.dim() == 1 && ids.scalar_type() == at::kLong, FORWARD, ": ids are int64 [N]; got ", ids.scalar_type(), " ", ids.sizes());
+    check_ids(FORWARD, ids, first.device());
     std::vector<at::Tensor> rows;
     std::vector<int64_t> counts;
     for (const auto& table : tables) {
         TORCH_CHECK_VALUE(
             table.dim() == 2 && table.size(1) == first.size(1) && table.scalar_type() == first.scalar_type() &&
-                table.device() == ids.device(),
+                table.device() == first.device(),
             FORWARD, ": tables are [V, D] of one dtype, device and D; got ", table.scalar_type(), " ", table.sizes(), " on ",
             table.device());
         rows.push_back(table.contiguous());
@@ -98,13 +104,14 @@ std::vector<at::Tensor> backward(
     const at::Tensor& gradient, const at::Tensor& ids, const Splits& splits, at::IntArrayRef num_rows, c10::List<bool> wanted,
     c10::string_view backend) {
     const std::vector<int64_t> counts(num_rows.begin(), num_rows.end());
-    ascend::LookupTiling tiling;
-    if (backend != "auto" || !has_kernels(gradient.scalar_type()) || ids.numel() == 0 ||
-        fill(tiling, gradient, ids.numel(), counts) || tiling.rows == 0)
-        return in_pytorch<decltype(backward)>(BACKWARD, gradient, ids, splits, num_rows, wanted, backend);
+    const auto otherwise = [&] { return in_pytorch<decltype(backward)>(BACKWARD, gradient, ids, splits, num_rows, wanted, backend); };
+    if (backend != "auto" || !has_kernels(gradient.scalar_type()) || ids.numel() == 0) return otherwise();
+    check_ids(BACKWARD, ids, gradient.device());
     TORCH_CHECK_VALUE(
         gradient.dim() == 2 && gradient.size(0) == ids.numel() && wanted.size() == counts.size(), BACKWARD, ": the gradient is [",
         ids.numel(), ", D] and each table is wanted or not; got ", gradient.sizes(), " and ", wanted.size(), " for ", counts.size());
+    ascend::LookupTiling tiling;
+    if (fill(tiling, gradient, ids.numel(), counts) || tiling.rows == 0) return otherwise();
     const auto cuts = edges(splits, ids.numel(), static_cast<int64_t>(counts.size()));
 
     // Each table's rows behind those of the tables before it, so that one sort serves all; stable: sums are in the batch's order.

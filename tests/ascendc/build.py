@@ -1,44 +1,20 @@
-"""Compiles a driver with the unmodified kernels on the stand-in of tests/ascendc_host, and calls it.
+"""Drivers: they run the unmodified kernels on the stand-in of tests/ascendc_host, and are called from Python.
 
-A driver is a C++ file in this folder that includes `host/driver.h`, kernels and tiling headers, and exposes functions of the
-form `extern "C" void name(..., host::Outcome* outcome)`. Compiled drivers are kept beside the cache of turbogr's own kernels,
-named by what went into them.
+A driver is a C++ file in this folder that includes `host/driver.h` and tiling headers, and exposes functions of the form
+`extern "C" void name(..., host::Outcome* outcome)`. Kernels are compiled by themselves, once for drivers and the plugin's test
+(compile.py); a driver declares those that it calls (kernels.h) and is linked with them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import re
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import pytest
 from torch import Tensor
 
-from turbogr.ops.toolchain import cache_dir
-from turbogr.resources import kernels_dir
-
-HOST = Path(__file__).resolve().parents[1] / "ascendc_host"
-
-# Products and sums are not fused, so that results are the same on every machine.
-FLAGS = (
-    "-std=c++20",
-    "-O2",
-    "-fvect-cost-model=dynamic",
-    "-ffp-contract=off",
-    "-march=native",
-    "-fno-gnu-unique",
-    "-Wall",
-    "-Wextra",
-)
-LIBRARY = ("-fPIC", "-shared", "-pthread")
-OLDEST_GCC = 12
-
+from tests.ascendc.compile import FLAGS, all_compiled, launchers, linked
 
 Argument = Tensor | ctypes.Structure | int | float | bytes | None
 
@@ -145,59 +121,9 @@ def _as_c(x: Argument) -> object:
 
 
 @functools.cache
-def driver(name: str) -> Driver:
-    """The driver `tests/ascendc/<name>.cpp`, compiled at first use; skips where there is no g++ that can."""
-    return Driver(compiled(Path(__file__).with_name(f"{name}.cpp")))
-
-
-def compiled(source: Path) -> Path:
-    """The shared library of a driver, from the cache if nothing that it includes has changed."""
-    command = [*compiler(), *FLAGS, *LIBRARY, f"-I{HOST}", f"-I{kernels_dir() / 'ascendc'}", str(source)]
-    folder = cache_dir().parent / "ascendc_host"
-    digest = hashlib.sha256("\0".join([*command, _version(), _processor()]).encode())
-    included = folder / f"{source.stem}-{digest.hexdigest()[:16]}.d"
-    if included.is_file():
-        library = _library(included)
-        if library.is_file():
-            return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as building:
-        output, dependencies = Path(building) / "library.so", Path(building) / "library.d"
-        arguments = [*command, "-MMD", "-MF", str(dependencies), "-o", str(output)]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{source.name} does not compile:\n{done.stderr[-6000:]}"
-        assert not done.stderr, f"{source.name} compiles with warnings:\n{done.stderr[-6000:]}"
-        dependencies.replace(included)
-        return output.replace(_library(included))
-
-
-def _library(included: Path) -> Path:
-    """Where the library of the files that a make rule names belongs."""
-    digest = hashlib.sha256()
-    for name in included.read_text().replace("\\\n", " ").split(":", 1)[1].split():
-        digest.update(Path(name).read_bytes() if Path(name).is_file() else b"gone")
-        digest.update(b"\0")
-    return included.with_name(f"{included.stem}-{digest.hexdigest()[:32]}.so")
-
-
-@functools.cache
-def compiler() -> tuple[str, ...]:
-    """The command of g++; skips where there is none that knows C++20 and _Float16."""
-    path = shutil.which("g++")
-    if path is None:
-        pytest.skip("no g++ on the path")
-    version = re.match(r"\d+", _version())
-    if version is None or int(version[0]) < OLDEST_GCC:
-        pytest.skip(f"the stand-in for AscendC needs g++ {OLDEST_GCC}, this is {_version()}")
-    return (path,)
-
-
-@functools.cache
-def _version() -> str:
-    return subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True, check=True).stdout.strip()
-
-
-@functools.cache
-def _processor() -> str:
-    """What `-march=native` means here."""
-    return subprocess.run(["g++", "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=True).stdout
+def driver(name: str, *kernels: str) -> Driver:
+    """The driver `tests/ascendc/<name>.cpp` with kernels of these names, compiled at first use; skips where no g++ can."""
+    sources = [Path(__file__).with_name(f"{name}.cpp"), *(x for x in launchers() if x.stem in kernels)]
+    assert len(sources) == 1 + len(kernels), f"{name} names kernels that there are not: {kernels}"
+    objects = all_compiled([(source, FLAGS) for source in sources])
+    return Driver(linked(f"{name}.so", objects))

@@ -6,8 +6,13 @@
 
 #include <vector>
 
-#include "jagged_embedding_lookup/op_kernel/jagged_embedding_lookup.cpp"
-#include "jagged_embedding_lookup/op_kernel/jagged_embedding_lookup_backward.cpp"
+#include "common/even_parts.h"
+#include "common/sum_parts.h"
+#include "jagged_embedding_lookup/op_host/jagged_embedding_lookup_tiling.h"
+#include "kernels.h"
+
+TURBOGR_KERNEL(jagged_embedding_lookup, 5);
+TURBOGR_KERNEL(jagged_embedding_lookup_backward, 6);
 
 namespace {
 

@@ -4,9 +4,10 @@
 
 #include "host/driver.h"
 
-#include "jagged_fuxi_attention/op_kernel/jagged_fuxi_attention_backward.cpp"
-
 #include "fuxi_problem.h"
+#include "kernels.h"
+
+TURBOGR_KERNEL(jagged_fuxi_attention_backward, 17);
 
 extern "C" void fuxi_attention_backward(
     const driver::Problem* problem, void* gradient, void* grad_q, void* grad_k, void* grad_v, float* grad_position,

@@ -4,9 +4,10 @@
 
 #include "host/driver.h"
 
-#include "jagged_fuxi_attention/op_kernel/jagged_fuxi_attention.cpp"
-
 #include "fuxi_problem.h"
+#include "kernels.h"
+
+TURBOGR_KERNEL(jagged_fuxi_attention, 12);
 
 extern "C" void fuxi_attention(const driver::Problem* problem, void* out, host::Outcome* outcome) {
     host::report(outcome, [&] {

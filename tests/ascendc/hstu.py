@@ -136,7 +136,7 @@ def forward(case: Case, cores: int = 2, seed: int = 1) -> tuple[Tensor, Counters
     """The kernel's output, and what it took."""
     out = torch.empty_like(case.v)
     problem, kept = case.problem(cores, seed)
-    counters = driver("hstu_attention_driver").call("hstu_attention", bytes(problem), out)
+    counters = driver("hstu_attention_driver", "jagged_hstu_attention").call("hstu_attention", bytes(problem), out)
     del kept
     return out, counters
 
@@ -146,7 +146,7 @@ def backward(case: Case, cores: int = 2, seed: int = 1) -> tuple[list[Tensor], C
     outputs = [torch.empty_like(x) for x in (case.q, case.k, case.v)]
     tables = [None if x is None else torch.empty_like(x) for x in (case.position, case.time)]
     problem, kept = case.problem(cores, seed)
-    counters = driver("hstu_attention_backward_driver").call(
+    counters = driver("hstu_attention_backward_driver", "jagged_hstu_attention_backward").call(
         "hstu_attention_backward", bytes(problem), case.gradient, *outputs, *tables
     )
     del kept

@@ -5,7 +5,9 @@
 #include "host/driver.h"
 
 #include "hstu_problem.h"
-#include "jagged_hstu_attention/op_kernel/jagged_hstu_attention_backward.cpp"
+#include "kernels.h"
+
+TURBOGR_KERNEL(jagged_hstu_attention_backward, 17);
 
 extern "C" void hstu_attention_backward(
     const driver::Problem* problem, void* gradient, void* grad_q, void* grad_k, void* grad_v, float* grad_position,

@@ -5,7 +5,9 @@
 #include "host/driver.h"
 
 #include "hstu_problem.h"
-#include "jagged_hstu_attention/op_kernel/jagged_hstu_attention.cpp"
+#include "kernels.h"
+
+TURBOGR_KERNEL(jagged_hstu_attention, 12);
 
 extern "C" void hstu_attention(const driver::Problem* problem, void* out, host::Outcome* outcome) {
     host::report(outcome, [&] {

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.ascendc.build import Counters, driver
 from tests.ascendc.hstu import DTYPES, TOLERANCES
 
-DRIVER = "embedding_lookup_driver"
+DRIVER = ("embedding_lookup_driver", "jagged_embedding_lookup", "jagged_embedding_lookup_backward")
 
 
 class Problem(ctypes.Structure):
@@ -78,7 +78,7 @@ def forward(batch: Batch, cores: int = 7, seed: int = 1) -> tuple[Tensor, Counte
     """The rows [N, D], and what the launch did."""
     out = torch.empty(len(batch.ids), batch.width, dtype=batch.dtype)
     problem, _kept = batch.problem(batch.tables, cores, seed)
-    return out, driver(DRIVER).call("lookup_forward", ctypes.addressof(problem), batch.ids, out)
+    return out, driver(*DRIVER).call("lookup_forward", ctypes.addressof(problem), batch.ids, out)
 
 
 def backward(
@@ -88,7 +88,7 @@ def backward(
     wanted = wanted or [True] * len(batch.tables)
     targets = [torch.empty_like(x) if want else None for x, want in zip(batch.tables, wanted, strict=True)]
     problem, _kept = batch.problem(targets, cores, seed)
-    counters = driver(DRIVER).call("lookup_backward", ctypes.addressof(problem), gradient, *batch.groups())
+    counters = driver(*DRIVER).call("lookup_backward", ctypes.addressof(problem), gradient, *batch.groups())
     return targets, counters
 
 

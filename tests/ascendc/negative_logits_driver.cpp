@@ -6,8 +6,11 @@
 
 #include <vector>
 
-#include "negative_logits/op_kernel/negative_logits.cpp"
-#include "negative_logits/op_kernel/negative_logits_backward.cpp"
+#include "kernels.h"
+#include "negative_logits/op_host/negative_logits_tiling.h"
+
+TURBOGR_KERNEL(negative_logits, 6);
+TURBOGR_KERNEL(negative_logits_backward, 11);
 
 namespace {
 

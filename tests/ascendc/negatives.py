@@ -12,7 +12,7 @@ from tests.ascendc.build import Counters, driver
 from tests.ascendc.hstu import DTYPES
 from turbogr.ops.negative_logits import negative_logits_reference
 
-DRIVER = "negative_logits_driver"
+DRIVER = ("negative_logits_driver", "negative_logits", "negative_logits_backward")
 
 
 class Problem(ctypes.Structure):
@@ -58,7 +58,7 @@ def forward(case: Case, cores: int = 7, seed: int = 1) -> tuple[Tensor, Counters
     logits = torch.empty(case.index.shape, dtype=case.output.dtype)
     problem = case.problem(cores, seed)
     address = ctypes.addressof(problem)
-    return logits, driver(DRIVER).call("negative_forward", address, case.output, case.rows, case.index, logits)
+    return logits, driver(*DRIVER).call("negative_forward", address, case.output, case.rows, case.index, logits)
 
 
 def backward(case: Case, gradient: Tensor, cores: int = 7, seed: int = 1) -> tuple[Tensor, Tensor, Counters]:
@@ -66,4 +66,4 @@ def backward(case: Case, gradient: Tensor, cores: int = 7, seed: int = 1) -> tup
     results = torch.empty_like(case.output), torch.empty_like(case.rows)
     problem = case.problem(cores, seed)
     inputs = gradient, case.output, case.rows, case.index, *case.groups(gradient)
-    return *results, driver(DRIVER).call("negative_backward", ctypes.addressof(problem), *inputs, *results)
+    return *results, driver(*DRIVER).call("negative_backward", ctypes.addressof(problem), *inputs, *results)

@@ -11,7 +11,7 @@ from tests.ascendc.build import StandInError, driver
 @pytest.mark.parametrize("count", [8, 64, 200])
 def test_the_largest_and_the_least(count):
     x, found = torch.randn(count), torch.empty(2)
-    counters = driver("extremes_driver").call("extremes", x, found, count, 0)
+    counters = driver("values_driver").call("extremes", x, found, count, 0)
     assert found.tolist() == [x.max(), x.min()]
     assert counters.vector_reductions == 2 * count
 
@@ -22,4 +22,4 @@ def test_the_largest_and_the_least(count):
 )
 def test_guards(mistake, message):
     with pytest.raises(StandInError, match=message):
-        driver("extremes_driver").call("extremes", torch.randn(64), torch.empty(2), 64, mistake)
+        driver("values_driver").call("extremes", torch.randn(64), torch.empty(2), 64, mistake)

@@ -20,7 +20,7 @@ def facts_of(
     """By name, or the error."""
     numbers = torch.tensor([tokens, heads, qk, v, element, positions, kind, times, cores])
     facts = torch.zeros(len(FACTS), dtype=torch.int64)
-    error = driver("fuxi_tiling_driver").function("fuxi_facts", ctypes.c_char_p)(numbers, unit, divisor, facts)
+    error = driver("tiling_driver").function("fuxi_facts", ctypes.c_char_p)(numbers, unit, divisor, facts)
     return error.decode() if error else dict(zip(FACTS, facts.tolist(), strict=True))
 
 

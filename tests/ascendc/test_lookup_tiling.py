@@ -22,13 +22,13 @@ LOCAL_BYTES = 192 * 1024
 
 def parts_of(begin: int, end: int, cores: int) -> torch.Tensor:
     parts = torch.empty(cores, 2, dtype=torch.int64)
-    driver(lookup.DRIVER).function("even_parts", None)(begin, end, cores, parts)
+    driver(*lookup.DRIVER).function("even_parts", None)(begin, end, cores, parts)
     return parts
 
 
 def sums_of(starts: torch.Tensor, cores: int) -> list[dict[str, int]]:
     parts = torch.empty(cores, 8, dtype=torch.int64)
-    driver(lookup.DRIVER).function("sum_parts", None)(starts, len(starts) - 1, cores, parts)
+    driver(*lookup.DRIVER).function("sum_parts", None)(starts, len(starts) - 1, cores, parts)
     names = ("empty", "first_row", "last_row", "first", "last", "resumes", "stops", "first_core")
     return [dict(zip(names, row, strict=True)) for row in parts.tolist()]
 
@@ -91,9 +91,9 @@ def check_sums(counts: list[int], cores: int) -> None:
 SIZES = ("forward_bytes", "backward_bytes", "pitch", "forward_rows", "backward_rows", "workspace")
 
 
-def sizes_of(name: str, library: str, problem: ctypes.Structure) -> dict[str, int] | None:
+def sizes_of(name: str, library: tuple[str, ...], problem: ctypes.Structure) -> dict[str, int] | None:
     numbers = torch.empty(len(SIZES), dtype=torch.int64)
-    refused = driver(library).function(name)(ctypes.addressof(problem), numbers)
+    refused = driver(*library).function(name)(ctypes.addressof(problem), numbers)
     return None if refused else dict(zip(SIZES, numbers.tolist(), strict=True))
 
 

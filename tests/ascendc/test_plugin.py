@@ -72,6 +72,8 @@ def test_offsets_are_copied_to_the_host_once_and_again_when_they_change(found):
         ("cpp", "ConfigurationError: backend cpp computes float32 or bfloat16 on the CPU"),
         ("two devices", "RuntimeError: turbogr: jagged_hstu_attention_float: a tensor is on cpu, another one on npu:0"),
         ("shapes", "ValueError: q and k are [T, H, dqk] and v is [T, H, dv]; got q [75, 2, 8]"),
+        ("rank", "ValueError: q and k are [T, H, dqk] and v is [T, H, dv]; got q [75, 8]"),
+        ("no rank", "ValueError: q and k are [T, H, dqk] and v is [T, H, dv]; got q []"),
     ],
 )
 def test_what_is_wrong_is_told(found, what, message):
@@ -95,3 +97,17 @@ def test_particular_rows(found, what, launches):
 
 def test_splits_that_fall_are_refused(found):
     assert found["rows"]["wrong splits"].startswith("ValueError: turbogr::jagged_embedding_lookup: splits rise from 0 to 30")
+
+
+@pytest.mark.parametrize(
+    ("what", "got"),
+    [
+        ("narrow ids", "Int [30] on npu:0"),
+        ("ids elsewhere", "Long [30] on cpu"),
+        ("ids of two dimensions", "Long [15, 2] on npu:0"),
+    ],
+)
+def test_the_backward_of_a_look_up_refuses_ids_that_are_none(found, what, got):
+    said = "ValueError: turbogr::jagged_embedding_lookup_backward: ids are int64 [N] on npu:0; got "
+    assert found["rows"][what] == said + got
+    assert found["rows"]["sound ids"] == "returned"

@@ -110,6 +110,8 @@ def attention(copies: Callable[[], list[int]], launches: Callable[[], int]) -> d
         "cpp": said(lambda: call(backend="cpp")),
         "two devices": said(lambda: direct(on_npu, q, on_npu, offsets_npu, *[None] * 4, 1, 1, 1, 1)),
         "shapes": said(lambda: direct(on_npu, on_npu[1:], on_npu, offsets_npu, *[None] * 4, 1, 1, 1, 1)),
+        "rank": said(lambda: direct(*[on_npu[:, 0]] * 3, offsets_npu, *[None] * 4, 1, 1, 1, 1)),
+        "no rank": said(lambda: direct(*[on_npu[0, 0, 0]] * 3, offsets_npu, *[None] * 4, 1, 1, 1, 1)),
     }
     return found
 
@@ -147,6 +149,15 @@ def rows(launches: Callable[[], int]) -> dict[str, Any]:
     moved = [x.to("npu") for x in (output, half, index, factors)]
     note("rows in half precision", lambda: torch.ops.turbogr.negative_logits(*moved), logits)
     found["wrong splits"] = said(lambda: jagged_embedding_lookup(on_npu, ids.to("npu"), torch.tensor([0, 31, 30])))
+
+    def backward_of(ids: Tensor) -> list[Tensor]:
+        gradient, backward = torch.ones(30, 5).to("npu"), torch.ops.turbogr.jagged_embedding_lookup_backward
+        return backward(gradient, ids, splits, [9, 4], [True, True], "auto")
+
+    found["narrow ids"] = said(lambda: backward_of(ids.int().to("npu")))
+    found["ids elsewhere"] = said(lambda: backward_of(ids))
+    found["ids of two dimensions"] = said(lambda: backward_of(ids.view(15, 2).to("npu")))
+    found["sound ids"] = said(lambda: backward_of(ids.to("npu")))
     return {"rows": found}
 
 
