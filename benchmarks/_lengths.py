@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from turbogr.data.balance import CostModel, Float64Array, Int64Array, cut_by_tokens
-from turbogr.data.synthesize import CLICK_LOG_MEAN, CLICK_LOG_STD
+from turbogr.data.kuairand_statistics import CLICK_LOG_MEAN, CLICK_LOG_STD
 
 KUAIRAND_USERS, KUAIRAND_RANGE = 27_285, (10, 83_260)
 BEAUTY_NAME, BEAUTY_USERS, BEAUTY_RANGE = "Amazon Beauty", 22_363, (5, 204)

@@ -1,4 +1,4 @@
-"""Ids as KuaiRand-27K has them: drawn by the published number of exposures of every video (`turbogr.data.synthesize`)."""
+"""Ids as KuaiRand-27K has them: drawn by the published exposures of every video (`turbogr.data.kuairand_statistics`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turbogr.data.synthesize import VIDEOS_WITH_AT_LEAST
+from turbogr.data.kuairand_statistics import VIDEOS_WITH_AT_LEAST
 
 _STRIDE = 2_654_435_761  # Knuth's multiplicative hash: a prime, so that multiples of it visit every row once
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turbogr.costs import Plan, StepCost
 from turbogr.errors import ConfigurationError
-from turbogr.planning import Plan, StepCost
 from turbogr.sparse.table import ITEMS
 from turbogr.units import in_bytes
 

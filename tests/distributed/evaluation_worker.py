@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch import distributed as dist
 
-import turbogr.ops.catalogue as catalogue_op
+import turbogr.ops.catalogue_part as catalogue_part
 from tests.distributed.launch import report_checks
 from tests.distributed.strategy_cases import sync
 from tests.ops.largest_tensor import LargestTensor
@@ -212,11 +212,11 @@ def largest_tensor() -> int:
     """Bytes of the largest tensor of an evaluation of 64 users and 60,000 items in chunks of 64 KiB."""
     vectors, batch = problem(8, 64, 60_000, 8)
     mine, catalogue = batch.slice(*own_users(64, "spread")), sharded(vectors, row_wise(60_000))
-    before, catalogue_op.CHUNK_BYTES = catalogue_op.CHUNK_BYTES, 2**16
+    before, catalogue_part.CHUNK_BYTES = catalogue_part.CHUNK_BYTES, 2**16
     with LargestTensor(*mine, catalogue.vectors) as largest:
         catalogue.target_ranks(*mine)
         catalogue.top_items(mine.queries, K, *mine[2:])
-    catalogue_op.CHUNK_BYTES = before
+    catalogue_part.CHUNK_BYTES = before
     return largest.bytes
 
 

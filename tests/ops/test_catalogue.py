@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.largest_tensor import LargestTensor
-from turbogr.ops import catalogue
+from turbogr.ops import catalogue_part
 from turbogr.ops.catalogue import target_ranks, target_ranks_reference, top_items, top_items_reference
 from turbogr.ops.normalise import normalised
 
@@ -205,7 +205,7 @@ def test_autocast_and_gradients_stay_out():
 
 
 def test_memory_does_not_grow_with_the_catalogue(monkeypatch):
-    monkeypatch.setattr(catalogue, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(catalogue_part, "CHUNK_BYTES", 2**16)
     used = {}
     for items in (2_000, 16_000):
         queries, table, targets, seen, offsets = problem(1, users=64, items=items)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops.test_catalogue import problem
-from turbogr.ops.catalogue import CataloguePart, best_of, target_ranks, top_items
+from turbogr.ops.catalogue import target_ranks, top_items
+from turbogr.ops.catalogue_part import CataloguePart, best_of
 
 
 def parts_of(table: Tensor, cuts: list[int], *arguments: Tensor, **options) -> list[CataloguePart]:

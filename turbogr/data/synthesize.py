@@ -21,68 +21,11 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from turbogr.data import kuairand_statistics as stats
 from turbogr.errors import ConfigurationError, DataError
 
-# The data set's own description: Gao et al., CIKM 2022, https://doi.org/10.1145/3511808.3557624, and its README.
-COLUMNS = (
-    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view,"
-    "play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,is_rand,tab"
-)
-STANDARD_FILES = tuple(
-    f"log_standard_{period}_27k_part{part}.csv" for period in ("4_08_to_4_21", "4_22_to_5_08") for part in (1, 2)
-)
-RANDOM_FILE = "log_random_4_22_to_5_08_27k.csv"
-CANDIDATES = 7_583  # videos of the random log; their ids come first
-PERIOD_DAYS = (14, 17)
-PERIOD_BYTES = (9.6, 13.2)  # GB of the two periods' standard logs, taken as their shares of the rows
-RANDOM_PER_STANDARD = 1_186_059 / (322_278_385 * 13.2 / 22.8)  # random rows over standard rows of the same period
-WINDOW_START_MS = 1_649_347_200_000  # 2022-04-08 00:00 in China, where `date` and `hourmin` are read
-DATES = tuple([20220408 + day for day in range(23)] + [20220501 + day for day in range(8)])
-
-# Statistics counted over the complete standard log (322,278,385 rows, 27,285 users, 32,038,693 videos seen).
-# Log exposures of a user, by powers of a standard normal number: log-normal (mu 8.973, sigma 0.959) with the shorter upper tail
-# of the 27,285 users (p10 2,188, p50 8,594, p90 24,587, p99 56,230; within 4 % of their sorted counts).
-EXPOSURE_POLYNOMIAL, EXPOSURE_RANGE = (9.0624, 0.9221, -0.1049, 0.0101, 0.0050), (100, 228_000)
-EXPOSURE_LOG_MEAN, EXPOSURE_LOG_STD = 8.973, 0.959
-CLICK_LOG_MEAN, CLICK_LOG_STD, CLICK_EXPOSURE_CORRELATION = 8.120, 0.840, 0.865
-# (exposures, videos with at least that many): slopes 0.25, 0.48 and 1.0 by rank, 54 % of videos with one exposure.
-VIDEOS_WITH_AT_LEAST = (
-    (1, 32038693), (2, 14731879), (3, 10390415), (4, 8236543), (5, 6864792), (6, 5923279), (8, 4688145), (10, 3921150),
-    (14, 3002023), (20, 2253502), (30, 1612691), (50, 1041150), (80, 679677), (130, 421126), (200, 264836), (300, 161720),
-    (500, 74968), (800, 31405), (1200, 14765), (2000, 5282), (3000, 1978), (4000, 853), (5000, 421), (6000, 209), (7000, 117),
-    (8000, 62), (9000, 24), (10000, 10), (11000, 4), (12000, 2), (15380, 1),
-)  # fmt: skip
-# Gaps between a user's consecutive rows: share below one second (the next row of the same list), then by upper bound in ms.
-TIE_SHARE = 0.8278
-SHORT_GAPS = ((10_000, 0.0161), (60_000, 0.0551), (300_000, 0.0653), (1_800_000, 0.0231), (7_200_000, 0.0068))
-LONG_GAP_SHARE = 0.0058  # two hours and more: a new session
-
-# Counted over 41,828 original rows (users who both liked and hated): hours of the day, durations at quantiles, ms.
-HOURS = (
-    346, 185, 95, 59, 50, 65, 169, 280, 338, 401, 453, 520, 682, 603, 420, 409, 504, 608, 634, 632, 607, 667, 709, 564,
-)  # fmt: skip
-DURATION_QUANTILES = {
-    0.0: 3000, 0.01: 6000, 0.1: 7533, 0.25: 9876, 0.5: 16783, 0.75: 46925, 0.9: 113600, 0.99: 328125, 1.0: 1337733,
-}  # fmt: skip
-
-# Not published for the complete log. Likes are 1.5 % of KuaiRand-1K's views; the others keep the proportions seen in the
-# original rows. (given no click, given a click)
-SIGNAL_RATES = {
-    "is_like": (0.0015, 0.036),
-    "is_follow": (0.0001, 0.003),
-    "is_comment": (0.0003, 0.006),
-    "is_forward": (0.0001, 0.0024),
-    "is_hate": (0.0005, 0.0002),
-}
-PROFILE_ENTER_RATES, COMMENT_STAY_RATES = (0.001, 0.02), (0.005, 0.15)
-STAY_MEDIAN_MS, STAY_LOG_STD = 5840, 1.03
-UNPLAYED_SHARE = 0.45  # of the rows without a click
-EXTRA_PLAY_MEDIAN_MS, EXTRA_PLAY_LOG_STD = 16_000, 1.3  # play time beyond what makes it a click
-RANDOM_CLICK_FACTOR = 0.6  # the random log is clicked less
-TAB_SHARES = (0.13, 0.72, 0.04, 0.003, 0.06, 0.01, 0.012, 0.003, 0.008, 0.002, 0.003, 0.002, 0.003, 0.002, 0.002)
-
 _HOUR_MS, _DAY_MS = 3_600_000, 86_400_000
-_WINDOW_MS = sum(PERIOD_DAYS) * _DAY_MS
+_WINDOW_MS = sum(stats.PERIOD_DAYS) * _DAY_MS
 _BATCH_ROWS = 1 << 18  # part of the format of a seed: another value deals other rows
 _CLICK_MS, _LONG_VIEW_MS = 7_000, 18_000
 
@@ -182,10 +125,12 @@ class _Plan:
     def draw(cls, users: int, seed: int, rows: int | None) -> Self:
         rng = np.random.default_rng([seed, 0])
         normal = rng.standard_normal((2, users))
-        log_exposures = np.clip(np.polyval(EXPOSURE_POLYNOMIAL[::-1], normal[0]), *np.log(EXPOSURE_RANGE))
-        standardised = (log_exposures - EXPOSURE_LOG_MEAN) / EXPOSURE_LOG_STD
-        rest = (1 - CLICK_EXPOSURE_CORRELATION**2) ** 0.5
-        log_clicks = CLICK_LOG_MEAN + CLICK_LOG_STD * (CLICK_EXPOSURE_CORRELATION * standardised + rest * normal[1])
+        log_exposures = np.clip(np.polyval(stats.EXPOSURE_POLYNOMIAL[::-1], normal[0]), *np.log(stats.EXPOSURE_RANGE))
+        standardised = (log_exposures - stats.EXPOSURE_LOG_MEAN) / stats.EXPOSURE_LOG_STD
+        rest = (1 - stats.CLICK_EXPOSURE_CORRELATION**2) ** 0.5
+        log_clicks = stats.CLICK_LOG_MEAN + stats.CLICK_LOG_STD * (
+            stats.CLICK_EXPOSURE_CORRELATION * standardised + rest * normal[1]
+        )
         exposures = np.exp(log_exposures)
         scale = 1.0 if rows is None else rows / exposures.sum()
         # Rounding the running sum, not each length, keeps the total.
@@ -216,7 +161,7 @@ def exposures_per_video(rows: int) -> np.ndarray:
     The published counts by rank are stretched to the smaller catalogue and integrated over each video's share of the ranks,
     so that the head's mass is kept however small the catalogue is.
     """
-    at_least, ranks = np.array(VIDEOS_WITH_AT_LEAST, dtype=np.float64).T
+    at_least, ranks = np.array(stats.VIDEOS_WITH_AT_LEAST, dtype=np.float64).T
     counts = np.arange(at_least[-1], 0, -1)
     bounds = np.exp(np.interp(np.log(counts), np.log(at_least), np.log(ranks)))  # videos with at least that many
     mass = np.cumsum(np.diff(bounds, prepend=0.0) * counts)
@@ -242,10 +187,10 @@ def _write(plan: _Plan, folder: Path, workers: int) -> dict[str, int]:
                 for name, count, text in pending.popleft().result():
                     if name not in opened:
                         opened[name] = (folder / name).open("wb")
-                        opened[name].write(f"{COLUMNS}\n".encode())
+                        opened[name].write(f"{stats.COLUMNS}\n".encode())
                     opened[name].write(text)
                     rows[name] = rows.get(name, 0) + count
-                    progress.update(task, advance=0 if name == RANDOM_FILE else count)
+                    progress.update(task, advance=0 if name == stats.RANDOM_FILE else count)
 
             for begin, end, part in plan.batches():
                 pending.append(pool.submit(_batch, plan, begin, end, part, int(starts[begin])))
@@ -257,7 +202,7 @@ def _write(plan: _Plan, folder: Path, workers: int) -> dict[str, int]:
         pool.shutdown(cancel_futures=True)
         for file in opened.values():
             file.close()
-    return {name: rows[name] for name in (*STANDARD_FILES, RANDOM_FILE) if name in rows}
+    return {name: rows[name] for name in (*stats.STANDARD_FILES, stats.RANDOM_FILE) if name in rows}
 
 
 def _batch(plan: _Plan, begin: int, end: int, part: int, first_row: int) -> list[tuple[str, int, pa.Buffer]]:
@@ -265,23 +210,23 @@ def _batch(plan: _Plan, begin: int, end: int, part: int, first_row: int) -> list
     rng = np.random.default_rng([plan.seed, 1, begin])
     lengths = plan.lengths[begin:end]
     user = np.repeat(np.arange(end - begin, dtype=np.int32), lengths)
-    new_list = rng.random(len(user), dtype=np.float32) >= TIE_SHARE
+    new_list = rng.random(len(user), dtype=np.float32) >= stats.TIE_SHARE
     new_list[np.cumsum(lengths) - lengths] = True
     time = _list_times(rng, user[new_list])
-    tab = _draw(rng, len(time), TAB_SHARES)
+    tab = _draw(rng, len(time), stats.TAB_SHARES)
     of_list = np.cumsum(new_list, dtype=np.int32) - 1
     videos = plan.videos[first_row : first_row + len(user)]
-    late = (time >= PERIOD_DAYS[0] * _DAY_MS)[of_list]
-    replaced = np.flatnonzero(late & (rng.random(len(user), dtype=np.float32) < RANDOM_PER_STANDARD))
-    candidates = rng.integers(min(CANDIDATES, plan.num_videos), size=len(replaced), dtype=np.int32)
+    late = (time >= stats.PERIOD_DAYS[0] * _DAY_MS)[of_list]
+    replaced = np.flatnonzero(late & (rng.random(len(user), dtype=np.float32) < stats.RANDOM_PER_STANDARD))
+    candidates = rng.integers(min(stats.CANDIDATES, plan.num_videos), size=len(replaced), dtype=np.int32)
     pieces = []
     for name, rows, video, factor in (
-        (STANDARD_FILES[part], np.flatnonzero(~late), videos, 1.0),
-        (STANDARD_FILES[2 + part], np.flatnonzero(late), videos, 1.0),
-        (RANDOM_FILE, replaced, candidates, RANDOM_CLICK_FACTOR),
+        (stats.STANDARD_FILES[part], np.flatnonzero(~late), videos, 1.0),
+        (stats.STANDARD_FILES[2 + part], np.flatnonzero(late), videos, 1.0),
+        (stats.RANDOM_FILE, replaced, candidates, stats.RANDOM_CLICK_FACTOR),
     ):
         if len(rows):
-            who, random = user[rows], name == RANDOM_FILE
+            who, random = user[rows], name == stats.RANDOM_FILE
             when = time[of_list[rows]]
             text = _format(
                 rng,
@@ -311,14 +256,14 @@ def _list_times(rng: np.random.Generator, user: np.ndarray) -> np.ndarray:
         rng: Random numbers.
         user: int32 [L], rising.
     """
-    session_share = LONG_GAP_SHARE / (1 - TIE_SHARE)
+    session_share = stats.LONG_GAP_SHARE / (1 - stats.TIE_SHARE)
     new_session = (rng.random(len(user), dtype=np.float32) < session_share) | (np.diff(user, prepend=-1) != 0)
     first = np.flatnonzero(new_session)
-    day_share = np.repeat(np.array(PERIOD_BYTES) / PERIOD_DAYS, PERIOD_DAYS)
-    hour = _draw(rng, len(first), np.outer(day_share, HOURS).ravel())
+    day_share = np.repeat(np.array(stats.PERIOD_BYTES) / stats.PERIOD_DAYS, stats.PERIOD_DAYS)
+    hour = _draw(rng, len(first), np.outer(day_share, stats.HOURS).ravel())
     middle = hour * _HOUR_MS + rng.integers(_HOUR_MS, size=len(first))
-    cumulative = np.cumsum([0.0] + [share for _, share in SHORT_GAPS])
-    bounds = np.log([1000] + [bound for bound, _ in SHORT_GAPS])
+    cumulative = np.cumsum([0.0] + [share for _, share in stats.SHORT_GAPS])
+    bounds = np.log([1000] + [bound for bound, _ in stats.SHORT_GAPS])
     gap = np.exp(np.interp(rng.random(len(user)) * cumulative[-1], cumulative, bounds))
     elapsed = np.cumsum(gap).astype(np.int64)
     last = np.append(first[1:], len(user)) - 1
@@ -346,30 +291,30 @@ def _format(
     duration = _DURATIONS[_hash16(video)]
     # `is_click` and `long_view` as the data set's README defines them.
     enough = np.minimum(duration, _CLICK_MS + 1)
-    play = (enough * (rng.random(size, dtype=np.float32) - UNPLAYED_SHARE) / (1 - UNPLAYED_SHARE)).astype(np.int32)
+    play = (enough * (rng.random(size, dtype=np.float32) - stats.UNPLAYED_SHARE) / (1 - stats.UNPLAYED_SHARE)).astype(np.int32)
     play = np.maximum(play, 0)
     clicked = np.flatnonzero(click)
-    play[clicked] = enough[clicked] + _log_normal(rng, len(clicked), EXTRA_PLAY_MEDIAN_MS, EXTRA_PLAY_LOG_STD)
+    play[clicked] = enough[clicked] + _log_normal(rng, len(clicked), stats.EXTRA_PLAY_MEDIAN_MS, stats.EXTRA_PLAY_LOG_STD)
     flags = click.astype(np.int32)
-    for rates in SIGNAL_RATES.values():
+    for rates in stats.SIGNAL_RATES.values():
         flags = flags * 2 + _signal(rng, click, rates)
     flags = flags * 2 + (play >= np.minimum(duration, _LONG_VIEW_MS))
-    enter = _signal(rng, click, PROFILE_ENTER_RATES)
+    enter = _signal(rng, click, stats.PROFILE_ENTER_RATES)
     profile_stay, comment_stay = np.zeros((2, size), dtype=np.int32)
-    for stay, chosen in ((profile_stay, enter), (comment_stay, _signal(rng, click, COMMENT_STAY_RATES))):
+    for stay, chosen in ((profile_stay, enter), (comment_stay, _signal(rng, click, stats.COMMENT_STAY_RATES))):
         rows = np.flatnonzero(chosen)
-        stay[rows] = _log_normal(rng, len(rows), STAY_MEDIAN_MS, STAY_LOG_STD)
+        stay[rows] = _log_normal(rng, len(rows), stats.STAY_MEDIAN_MS, stats.STAY_LOG_STD)
     fields = (
         user,
         video,
         _DATE_HOUR.take(pa.array(time // _HOUR_MS)),
-        time + WINDOW_START_MS,
+        time + stats.WINDOW_START_MS,
         _FLAGS.take(pa.array(flags)),
         play,
         duration,
         profile_stay,
         comment_stay,
-        _TAILS.take(pa.array((enter * 2 + random) * len(TAB_SHARES) + tab)),
+        _TAILS.take(pa.array((enter * 2 + random) * len(stats.TAB_SHARES) + tab)),
     )
     # Joined columns are the file's text already: twice as fast as a CSV writer, which quotes and escapes what cannot occur.
     texts = [field if isinstance(field, pa.Array) else pc.cast(pa.array(field), pa.string()) for field in fields]
@@ -395,8 +340,10 @@ def _hash16(video: np.ndarray) -> np.ndarray:
 
 
 _DURATIONS = np.exp(
-    np.interp(np.arange(65536) / 65535, list(DURATION_QUANTILES), np.log(list(DURATION_QUANTILES.values())))
+    np.interp(np.arange(65536) / 65535, list(stats.DURATION_QUANTILES), np.log(list(stats.DURATION_QUANTILES.values())))
 ).astype(np.int32)
-_DATE_HOUR = pa.array([f"{date},{hour * 100}" for date in DATES for hour in range(24)])
+_DATE_HOUR = pa.array([f"{date},{hour * 100}" for date in stats.DATES for hour in range(24)])
 _FLAGS = pa.array([",".join(f"{flags:07b}") for flags in range(128)])
-_TAILS = pa.array([f"{enter},{random},{tab}\n" for enter in (0, 1) for random in (0, 1) for tab in range(len(TAB_SHARES))])
+_TAILS = pa.array(
+    [f"{enter},{random},{tab}\n" for enter in (0, 1) for random in (0, 1) for tab in range(len(stats.TAB_SHARES))]
+)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
 
-from turbogr.ops.catalogue import CataloguePart, best_of
+from turbogr.ops.catalogue_part import CataloguePart, best_of
 
 
 class ShardedCatalogue:
@@ -17,7 +17,7 @@ class ShardedCatalogue:
     all else is whole numbers. Each call is a fixed series of collectives that all ranks of the group make together,
     whatever their numbers of users, zero included: sizes, queries, ids, and then the targets' scores and the counts
     (`target_ranks`) or the best keys (`top_items`). Beyond the users' own arguments, memory is one chunk of scores
-    (`turbogr.ops.catalogue.CHUNK_BYTES`) and k keys a user of the group; the catalogue is never gathered.
+    (`turbogr.ops.catalogue_part.CHUNK_BYTES`) and k keys a user of the group; the catalogue is never gathered.
 
     Args:
         vectors: float [len(items), D], of this rank's items; need not be normalised.
