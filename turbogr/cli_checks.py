@@ -195,6 +195,9 @@ def model_differences(then: str, now: str, all_options: bool = True) -> list[str
     if all("features" in config["data"] for config in configurations):
         old["data.features"], new["data.features"] = (config["data"]["features"] for config in configurations)
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    # Options of another class are all different, and say nothing.
+    replaced = tuple(key.removesuffix("class_path") + "init_args." for key in keys if key.endswith(".class_path"))
+    keys = [key for key in keys if not key.startswith(replaced)]
     return [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys if all_options or key not in _FREE]
 
 

@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from tests.cli.support import SMALL, Built, child, fails, printed
 from turbogr.cli import main
+from turbogr.cli_checks import model_differences
 from turbogr.data.balance import CostModel
 from turbogr.data.sharing import Sharing
 from turbogr.data.stochastic_length import StochasticLength
@@ -328,6 +329,17 @@ def test_users_error_is_one_line_without_traceback(args, message, prepared, caps
     assert err.splitlines()[-1].startswith("turbogr fit: error: ")
     assert message in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_another_class_is_one_difference():
+    then = "{data: {features: all}, model: {seed: 1, backbone: {class_path: m.A, init_args: {dim: 3, heads: 2}}}}"
+    same_class = then.replace("dim: 3", "dim: 4")
+    assert model_differences(then, same_class) == ["model.backbone.init_args.dim was 3 and is 4"]
+    other_class = then.replace("m.A", "m.B").replace("heads", "width").replace("seed: 1", "seed: 2")
+    assert model_differences(then, other_class) == [
+        "model.backbone.class_path was 'm.A' and is 'm.B'",
+        "model.seed was 1 and is 2",
+    ]
 
 
 def test_package_that_a_class_needs_is_named(prepared, capsys):
