@@ -38,8 +38,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import turbogr.flops  # registers what our operators take
 from turbogr.batch import JaggedBatch
-from turbogr.callbacks.drawing import replace_file
 from turbogr.data.datamodule import SequenceDataModule
+from turbogr.files import replace_file
 from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever
 

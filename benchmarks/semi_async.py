@@ -48,8 +48,8 @@ import turbogr  # before torch: its OpenMP settings
 
 import lightning.pytorch as pl  # isort: skip
 from turbogr.callbacks.collisions import Collisions
-from turbogr.callbacks.drawing import replace_file
 from turbogr.data.datamodule import SequenceDataModule
+from turbogr.files import replace_file
 from turbogr.models.hstu import HSTU
 from turbogr.models.retriever import GenerativeRetriever
 

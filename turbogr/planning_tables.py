@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from turbogr.costs import Plan, StepCost
 from turbogr.errors import ConfigurationError
+from turbogr.files import replace_file
 from turbogr.sparse.table import ITEMS
 from turbogr.units import in_bytes
 
@@ -43,16 +43,12 @@ def write_json(content: dict[str, Any], path: Path) -> None:
     """
     if path.is_dir():
         raise ConfigurationError(f"--json {path}: is a folder; name a file in it")
-    partial = path.with_name(f".{path.name}.partial")
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"--json {path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def _parameters(plan: Plan) -> Table:

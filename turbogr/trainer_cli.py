@@ -47,6 +47,7 @@ from turbogr.cli_checks import (
 from turbogr.cli_errors import explain
 from turbogr.data.datamodule import SequenceDataModule
 from turbogr.errors import ConfigurationError, MissingDependencyError, TurboGRError
+from turbogr.files import replace_file
 from turbogr.models.retriever import GenerativeRetriever
 from turbogr.resources import recipes_dir
 from turbogr.run_folder import BEST, CONFIG_KEY, Checkpoint, RunFolder
@@ -137,9 +138,7 @@ class SaveConfig(SaveConfigCallback):
         """Writes config.yaml."""
         path = RunFolder(Path(trainer.default_root_dir)).config
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(self.text())
-        partial.replace(path)
+        replace_file(path, lambda partial: partial.write_text(self.text()))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """As text: torch.load(weights_only=True) accepts it."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from turbogr.callbacks.intervals import Intervals
 from turbogr.callbacks.throughput import METRIC as TOKENS_PER_SECOND
+from turbogr.files import replace_file
 from turbogr.tracing import Span
 
 BLUE, ORANGE, GREY, LIGHT, INK = "#2563eb", "#d9480f", "#7b8794", "#e4e7eb", "#1f2933"
@@ -204,18 +204,3 @@ def _style(axes: Axes, title: str) -> None:
 def _shown_k(names: Iterable[str]) -> int:
     found = sorted(int(name.removeprefix("val/HR@")) for name in names if name.startswith("val/HR@"))
     return 10 if 10 in found or not found else found[0]
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a file under a temporary name and renames it.
-
-    Args:
-        path: the file.
-        write: called with the temporary path.
-    """
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

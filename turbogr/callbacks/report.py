@@ -25,11 +25,12 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from rich.table import Table
 
 from turbogr.baselines import EvaluationData, evaluate_baselines
-from turbogr.callbacks.drawing import draw_report, draw_test, replace_file
+from turbogr.callbacks.drawing import draw_report, draw_test
 from turbogr.callbacks.resume import LastCheckpoint
 from turbogr.callbacks.terminal import print_table, shown
 from turbogr.callbacks.throughput import Throughput
 from turbogr.errors import ConfigurationError
+from turbogr.files import replace_file
 
 MONITOR = "val/NDCG@10"
 

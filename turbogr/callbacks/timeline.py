@@ -15,10 +15,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.table import Table
 
-from turbogr.callbacks.drawing import draw_timeline, replace_file
+from turbogr.callbacks.drawing import draw_timeline
 from turbogr.callbacks.intervals import Parts, Shares, divide, step_shares
 from turbogr.callbacks.terminal import print_table, shown
 from turbogr.errors import ConfigurationError
+from turbogr.files import replace_file
 from turbogr.tracing import Span, Trace
 
 RESOURCES = ("data", "unique", "communication", "compute")
