@@ -15,7 +15,6 @@ MovieLens-100K comes from the package registry; KuaiRand is looked for in `--dat
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import logging
 import math
@@ -24,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,8 +34,9 @@ from typing import Any
 from _noise import STUDENT, standard_error
 from _report import Report, parse_arguments
 from _results import CHECKOUT, RESULTS, SHARED_DATA, add_row, markdown_table, read_rows, write_section
-from semi_async import call, loss_of_epochs, signed
-from yardsticks import KUAIRAND, RAW_KUAIRAND, SECONDS, UNBROKEN, decimal, prepare, shown, spread
+from _runs import fit_and_test, loss_of_epochs, shown
+from semi_async import signed
+from yardsticks import KUAIRAND, RAW_KUAIRAND, SECONDS, UNBROKEN, decimal, prepare, spread
 
 import turbogr
 
@@ -140,22 +139,16 @@ def run_folder(name: str, variant: str, seed: int) -> str:
 def run(name: str, variant: str, seed: int, folder: Path) -> Row:
     """Trains and tests; returns the row."""
     command, path = fit_command(name, variant, seed), run_folder(name, variant, seed)
-    started = time.perf_counter()
-    call([*command, "--overwrite"], folder)
-    seconds = time.perf_counter() - started
-    call(["test", "-c", f"{path}/config.yaml"], folder)
-    tested = json.loads((folder / path / "test.json").read_text())
-    with open(folder / path / "metrics.csv", newline="") as file:
-        logged = [{key: float(value) for key, value in each.items() if value} for each in csv.DictReader(file)]
+    done = fit_and_test(command, path, folder)
     return {
         "data": name,
         "variant": variant,
         "seed": seed,
-        "epochs": sum("val/NDCG@10" in each for each in logged),
-        "best_epoch": tested["epoch"] + 1,
-        "test": {f"{metric}@{k}": tested["metrics"]["model"][f"{metric}@{k}"] for metric in ("HR", "NDCG") for k in KS},
-        "loss": loss_of_epochs(logged)[-1],
-        "fit_seconds": round(seconds, 1),
+        "epochs": sum("val/NDCG@10" in each for each in done.logged),
+        "best_epoch": done.tested["epoch"] + 1,
+        "test": {f"{metric}@{k}": done.tested["metrics"]["model"][f"{metric}@{k}"] for metric in ("HR", "NDCG") for k in KS},
+        "loss": loss_of_epochs(done.logged)[-1],
+        "fit_seconds": round(done.fit_seconds, 1),
         "command": shown(command),
         "turbogr": turbogr.__version__,
     }

@@ -17,19 +17,15 @@ MovieLens-100K comes from the package registry; KuaiRand is looked for in `--dat
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import logging
 import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -40,8 +36,9 @@ from typing import Any
 from _noise import STUDENT, standard_error
 from _report import Report, parse_arguments
 from _results import CHECKOUT, RESULTS, SHARED_DATA, add_row, markdown_table, read_rows, write_section
+from _runs import call, fit_and_test, loss_of_epochs, shown
 from matplotlib.figure import Figure
-from yardsticks import KUAIRAND, SECONDS, UNBROKEN, decimal, shown, spread
+from yardsticks import KUAIRAND, SECONDS, UNBROKEN, decimal, spread
 from yardsticks import prepare as prepare_real
 
 import turbogr  # before torch: its OpenMP settings
@@ -124,12 +121,6 @@ def run_folder(name: str, mode: str, seed: int) -> str:
     return f"runs/{name}-{mode}-{seed}"
 
 
-def call(arguments: Sequence[str], folder: Path) -> None:
-    """Runs the command line in a child process; its output goes to stderr."""
-    print(shown(arguments), file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-m", "turbogr", *arguments], check=True, stdout=sys.stderr, cwd=folder)
-
-
 def prepare(name: str, raw: Path, folder: Path) -> bool:
     """Prepares a data set in folder/data; False if its files are not there."""
     study = STUDIES[name]
@@ -155,26 +146,20 @@ def write_rings(path: Path, rings: int, users: int) -> None:
 def run(name: str, mode: str, seed: int, folder: Path) -> Row:
     """Trains and tests; returns the row."""
     study, command, path = STUDIES[name], fit_command(name, mode, seed), run_folder(name, mode, seed)
-    started = time.perf_counter()
-    call([*command, "--overwrite"], folder)
-    seconds = time.perf_counter() - started
-    call(["test", "-c", f"{path}/config.yaml"], folder)
-    tested = json.loads((folder / path / "test.json").read_text())
-    with open(folder / path / "metrics.csv", newline="") as file:
-        logged = [{key: float(value) for key, value in each.items() if value} for each in csv.DictReader(file)]
-    validated = [each for each in logged if "val/NDCG@10" in each]
+    done = fit_and_test(command, path, folder)
+    validated = [each for each in done.logged if "val/NDCG@10" in each]
     return {
         "data": name,
         "mode": mode,
         "seed": seed,
         "epochs": len(validated),
-        "best_epoch": tested["epoch"] + 1,
-        "test": {metric: tested["metrics"]["model"][metric] for metric in study.metrics},
+        "best_epoch": done.tested["epoch"] + 1,
+        "test": {metric: done.tested["metrics"]["model"][metric] for metric in study.metrics},
         "curves": {
-            "loss": loss_of_epochs(logged),
+            "loss": loss_of_epochs(done.logged),
             **{metric: [round(each[f"val/{metric}"], 6) for each in validated] for metric in study.metrics},
         },
-        "fit_seconds": round(seconds, 1),
+        "fit_seconds": round(done.fit_seconds, 1),
         "command": shown(command),
         "turbogr": turbogr.__version__,
     }
@@ -200,15 +185,6 @@ def count(name: str, folder: Path) -> Row:
         trainer.fit(model, data)
     figures = {which: asdict(callback.figures) for which, callback in counted.items() if callback.figures is not None}
     return {"data": name, "mode": COUNTED, "seed": 1, **figures, "turbogr": turbogr.__version__}
-
-
-def loss_of_epochs(logged: Sequence[Mapping[str, float]]) -> list[float]:
-    """Mean of the training loss over the logged steps of every epoch."""
-    epochs: dict[float, list[float]] = {}
-    for each in logged:
-        if "train/loss" in each:
-            epochs.setdefault(each["epoch"], []).append(each["train/loss"])
-    return [round(statistics.fmean(losses), 6) for _, losses in sorted(epochs.items())]
 
 
 def of(rows: Sequence[Row], name: str, mode: str) -> list[Row]:

@@ -11,17 +11,11 @@ MovieLens-100K comes from the package registry; the other data sets are looked f
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import math
-import resource
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +23,7 @@ from typing import Any
 
 from _report import Report, parse_arguments
 from _results import PAGE, RESULTS, SHARED_DATA, add_row, markdown_table, read_rows, write_section
+from _runs import call, fit_and_test, shown
 
 import turbogr
 
@@ -147,20 +142,6 @@ def run_folder(name: str, model: str, seed: int) -> str:
     return f"runs/{name}-{model}-{seed}"
 
 
-def shown(arguments: Sequence[str]) -> str:
-    """As a user types it."""
-    return shlex.join(["turbogr", *arguments])
-
-
-def call(arguments: Sequence[str], folder: Path) -> tuple[float, float]:
-    """Runs the command line in a child process; returns seconds of wall time and of CPU time. Its output goes to stderr."""
-    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(shown(arguments), file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-m", "turbogr", *arguments], check=True, stdout=sys.stderr, cwd=folder)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.perf_counter() - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def prepare(name: str, raw: Path, folder: Path) -> bool:
     """Prepares a data set in folder/data; False if its files are not there."""
     file = ALL[name].raw
@@ -176,13 +157,10 @@ def prepare(name: str, raw: Path, folder: Path) -> bool:
 
 def run(name: str, model: str, seed: int, folder: Path) -> Row:
     """Trains and tests a model; returns the row."""
-    command, run_path = fit_command(name, model, seed), folder / run_folder(name, model, seed)
-    seconds, cpu_seconds = call([*command, "--overwrite"], folder)
-    call(["test", "-c", f"{run_folder(name, model, seed)}/config.yaml"], folder)
-    tested = json.loads((run_path / "test.json").read_text())
-    with open(run_path / "metrics.csv", newline="") as file:
-        epochs = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-    validations = [row for row in epochs if "val/NDCG@10" in row]
+    command = fit_command(name, model, seed)
+    done = fit_and_test(command, run_folder(name, model, seed), folder)
+    tested = done.tested
+    validations = [row for row in done.logged if "val/NDCG@10" in row]
     best = next(row for row in validations if row["epoch"] == tested["epoch"])
     return {
         "data": name,
@@ -192,8 +170,8 @@ def run(name: str, model: str, seed: int, folder: Path) -> Row:
         "best_epoch": tested["epoch"] + 1,
         "validation": {metric: best[f"val/{metric}"] for metric in METRICS},
         **{who: {metric: tested["metrics"][key][metric] for metric in METRICS} for who, key in TESTED.items()},
-        "fit_seconds": round(seconds, 1),
-        "fit_cpu_seconds": round(cpu_seconds, 1),
+        "fit_seconds": round(done.fit_seconds, 1),
+        "fit_cpu_seconds": round(done.fit_cpu_seconds, 1),
         "command": shown(command),
         "turbogr": turbogr.__version__,
     }

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from _report import Report
 from _results import RESULTS, read_rows, with_section
+from _runs import loss_of_epochs
 from matplotlib.image import imread
 from semi_async import (
     COUNTED,
@@ -25,7 +26,6 @@ from semi_async import (
     data_table,
     draw,
     fit_command,
-    loss_of_epochs,
     of,
     report_rows,
     section,
