@@ -9,7 +9,6 @@ import datetime
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import turbogr
+from turbogr.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -123,18 +123,8 @@ class Report:
     def write(self, path: Path) -> None:
         """Write the JSON file under a temporary name in the same folder, then rename it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            try:
-                json.dump(self.as_dict(), file, indent=2, ensure_ascii=False, allow_nan=False)
-                file.write("\n")
-            except BaseException:
-                temporary.unlink()
-                raise
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        text = json.dumps(self.as_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
 
     def finish(self, json_path: Path | None) -> int:
         """Print the report, write it to ``json_path`` if given and return the exit status: 1 if a promise is broken.

@@ -10,8 +10,9 @@ from operator import attrgetter
 from typing import Any
 
 from _report import Report
-from _results import markdown_table
+from _results import CHECKOUT, markdown_table
 
+PAGE = CHECKOUT / "docs" / "semi-async.md"
 SERIAL, PLAIN, SPARSE_DIST = "serial", "TorchRec", "TorchRec, SparseDist"
 SYNC, SEMI = "ours, sync", "ours, semi-async"
 NAMES = {

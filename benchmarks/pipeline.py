@@ -34,11 +34,11 @@ from _link import BACKEND, Link, LinkGroup, Speed, open_link
 from _namespaces import enter, shaped_network
 from _ranks import run_on_ranks
 from _report import Report, parse_arguments
-from _results import CHECKOUT, write_section
+from _results import write_section
 from _sides import BUCKET_MB, Make, Ours, Serial, Shape, Side, clock_of, make_batches, make_model
 from _timing import keep_freed_memory
 from _torchrec import TorchRec
-from _turns import PLAIN, SEMI, SERIAL, SPARSE_DIST, SYNC, Turn, add_rows, median, of_all_ranks, section
+from _turns import PAGE, PLAIN, SEMI, SERIAL, SPARSE_DIST, SYNC, Turn, add_rows, median, of_all_ranks, section
 from torch import Tensor
 
 from turbogr.callbacks.intervals import step_shares
@@ -48,7 +48,6 @@ SHARE = 0.45
 """Of communication in the serial step."""
 BATCHES = 4
 TOLERANCE = 1e-3
-PAGE = CHECKOUT / "docs" / "semi-async.md"
 LEAD = 3
 """Steps of a turn that are not counted."""
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,14 +64,17 @@ def all_compiled(sources: Sequence[tuple[Path, Sequence[str]]]) -> list[Path]:
 def compiled(source: Path, flags: Sequence[str]) -> Path:
     """The object of a source, from the cache if nothing that it includes has changed; system headers go by torch's release."""
     command = [*compiler(), *COMMON, *flags, "-c", str(source)]
-    digest = hashlib.sha256("\0".join([*command, _version(), _processor(), torch.__version__]).encode())
+    digest = hashlib.sha256("\0".join([*command, compiler_version(), _processor(), torch.__version__]).encode())
     rule = cache() / f"{source.stem}-{digest.hexdigest()[:16]}.d"
     with FileLock(rule.with_suffix(".lock")):
         if rule.is_file() and _object(rule).is_file():
             return _object(rule)
         with tempfile.TemporaryDirectory(dir=cache(), prefix=".building-") as building:
-            output, dependencies = Path(building) / "made.o", Path(building) / "made.d"
+            output, dependencies, began = Path(building) / "made.o", Path(building) / "made.d", time.time()
             _run([*command, "-MMD", "-MF", str(dependencies), "-o", str(output)])
+            # An object bears the name of its sources as they are now.
+            edited = [file for file in _files(dependencies) if file.stat().st_mtime > began]
+            assert not edited, f"{', '.join(map(str, edited))}: saved while it was compiled; run the tests again"
             dependencies.replace(rule)
             return output.replace(_object(rule))
 
@@ -78,17 +82,22 @@ def compiled(source: Path, flags: Sequence[str]) -> Path:
 def _object(rule: Path) -> Path:
     """Where the object of the files that a make rule names belongs."""
     digest = hashlib.sha256()
-    for name in rule.read_text().replace("\\\n", " ").split(":", 1)[1].split():
-        digest.update(Path(name).read_bytes() if Path(name).is_file() else b"gone")
+    for file in _files(rule):
+        digest.update(file.read_bytes() if file.is_file() else b"gone")
         digest.update(b"\0")
     return rule.with_name(f"{rule.stem}-{digest.hexdigest()[:32]}.o")
+
+
+def _files(rule: Path) -> list[Path]:
+    """What a make rule names."""
+    return [Path(name) for name in rule.read_text().replace("\\\n", " ").split(":", 1)[1].split()]
 
 
 def linked(name: str, objects: Sequence[Path], libraries: Sequence[str] = (), folder: Path | None = None) -> Path:
     """The library of objects, whose names tell what they were made of; a folder given is named by that itself."""
     command = [*compiler(), *COMMON, "-shared", *map(str, objects), *libraries]
     if folder is None:
-        folder = cache() / hashlib.sha256("\0".join([*command, _version()]).encode()).hexdigest()[:32]
+        folder = cache() / hashlib.sha256("\0".join([*command, compiler_version()]).encode()).hexdigest()[:32]
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / name
     with FileLock(folder / f"{name}.lock"):
@@ -112,14 +121,15 @@ def compiler() -> tuple[str, ...]:
     path = shutil.which("g++")
     if path is None:
         pytest.skip("no g++ on the path")
-    version = re.match(r"\d+", _version())
+    version = re.match(r"\d+", compiler_version())
     if version is None or int(version[0]) < OLDEST_GCC:
-        pytest.skip(f"the stand-in for AscendC needs g++ {OLDEST_GCC}, this is {_version()}")
+        pytest.skip(f"the stand-in for AscendC needs g++ {OLDEST_GCC}, this is {compiler_version()}")
     return (path,)
 
 
 @functools.cache
-def _version() -> str:
+def compiler_version() -> str:
+    """Of g++."""
     return subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -1,4 +1,4 @@
-// Calls of the stand-in's vector and cube unit on given numbers, for test_stand_in_values.py.
+// Calls of the stand-in's vector and cube unit on given numbers, for test_stand_in_values.py and test_extremes.py.
 
 #include <functional>
 #include <map>
@@ -206,7 +206,8 @@ void multiply_half(const int64_t* mnk, half* a, half* b, float* c, int64_t ta, i
 
 }  // extern "C"
 
-// ReduceMax and ReduceMin, for test_extremes.py. x [count] and to [2]: the largest and the least. mistake: 1 asks for no elements, 2 for an index, 3 reads the work space.
+// ReduceMax and ReduceMin. x [count] and to [2]: the largest and the least. mistake: 1 asks for no elements, 2 for an index, 3 reads
+// the work space.
 extern "C" void extremes(const float* x, float* to, int64_t count, int64_t mistake, host::Outcome* outcome) {
     host::report(outcome, [&] {
         const auto input = host::global(x, 4 * count), output = host::unwritten(to, 8);

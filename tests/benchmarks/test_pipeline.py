@@ -142,12 +142,3 @@ def test_sides_must_agree_before_they_are_compared():
             check({SYNC: wrong, SEMI: 0.0, LATE: 0.3})
     with pytest.raises(SystemExit, match="changes nothing"):
         check({SYNC: 0.0, SEMI: 0.0, LATE: 0.0})
-
-
-def test_a_turn_lasts_as_long_as_its_slowest_rank():
-    pytest.importorskip("torchrec")
-    from pipeline import Turn, together
-
-    (both,) = together([[Turn(1.0, 0.5, 0.8, 0.1, 0.1)], [Turn(1.5, 0.7, 0.6, 0.3, 0.1)]])
-    assert both.wall == 1.5
-    assert (both.process, both.computing, both.exposed) == pytest.approx((0.6, 0.7, 0.2))

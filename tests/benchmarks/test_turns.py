@@ -5,8 +5,7 @@ import os
 import pytest
 from _report import Report
 from _results import with_section
-from _turns import NAMES, PLAIN, SEMI, SERIAL, SPARSE_DIST, SYNC, Turn, add_rows, of_all_ranks, section
-from pipeline import PAGE
+from _turns import NAMES, PAGE, PLAIN, SEMI, SERIAL, SPARSE_DIST, SYNC, Turn, add_rows, of_all_ranks, section
 
 STEPS = {SERIAL: 0.40, PLAIN: 0.35, SPARSE_DIST: 0.30, SYNC: 0.32, SEMI: 0.20}
 

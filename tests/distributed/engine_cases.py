@@ -161,7 +161,7 @@ def train(engine: SparseEngine, case: Case) -> None:
     """The same training by all ranks."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if case.fault == "exchange":
-        engine._values = OnlyGroupZero(engine.topology)
+        engine._updates._exchange = OnlyGroupZero(engine.topology)
     for step in range(0, STEPS, case.accumulate):
         for micro in range(step, step + case.accumulate):
             batch = shares(case, micro)

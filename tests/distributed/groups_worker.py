@@ -72,9 +72,14 @@ def taken_up():
         strategy = TurboGRStrategy("auto", memory_per_rank="1GB", local_bandwidth=links[0], network_bandwidth=links[1])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fit(Path(sys.argv[1]), 4, strategy, ckpt_path=Path(sys.argv[1]) / "trained.ckpt", max_epochs=2)
-        said = [str(warning.message) for warning in caught if "groups =" in str(warning.message)]
-        found[name] = {"groups": strategy.topology.groups, "said": said}
+            trainer = fit(Path(sys.argv[1]), 4, strategy, ckpt_path=Path(sys.argv[1]) / "trained.ckpt", max_epochs=2)
+            in_training = len(caught)
+            trainer.validate(trainer.lightning_module, trainer.datamodule, ckpt_path=Path(sys.argv[1]) / "trained.ckpt")
+        said = [
+            [str(warning.message) for warning in part if "groups =" in str(warning.message)]
+            for part in (caught[:in_training], caught[in_training:])
+        ]
+        found[name] = {"groups": strategy.topology.groups, "said": said[0], "evaluating": said[1]}
     return found
 
 

@@ -73,5 +73,6 @@ def test_a_run_that_goes_on_with_another_number_says_so(groups):
     (said,) = first["others"]["said"]
     assert said.startswith("groups = 1, but 2 in the run that is taken up: ")
     assert said.endswith("set groups: 2 for the same bits")
-    assert first["the same"] == {"groups": 2, "said": []}
-    assert all(found["others"] == {"groups": 1, "said": []} for found in others)
+    assert first["others"]["evaluating"] == [], "nothing goes on there"
+    assert first["the same"] == {"groups": 2, "said": [], "evaluating": []}
+    assert all(found["others"] == {"groups": 1, "said": [], "evaluating": []} for found in others)

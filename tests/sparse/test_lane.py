@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -84,6 +85,18 @@ def test_what_comes_after_close_does_not_wait_for_what_was_running():
     gate.set()
     running.wait()
     timer.cancel()
+    lane.close()
+
+
+def test_settling_waits_for_what_was_given_and_begins_no_thread():
+    lane, done = ThreadLane("settling"), []
+    lane.settle()
+    assert "settling" not in {thread.name for thread in threading.enumerate()}
+    for number in range(3):
+        lane.submit(lambda n=number: (time.sleep(0.01), done.append(n)))
+    lane.submit(lambda: 1 // 0)
+    lane.settle()
+    assert done == [0, 1, 2]
     lane.close()
 
 

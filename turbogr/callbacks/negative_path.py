@@ -29,7 +29,7 @@ class NegativeCallback(Callback):
 
     def __str__(self) -> str:
         # By their names: Lightning gives callbacks attributes of its own.
-        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in inspect.signature(type(self)).parameters)
+        options = ", ".join(f"{name}={getattr(self, name, '...')!r}" for name in inspect.signature(type(self)).parameters)
         return f"{type(self).__name__}({options})"
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

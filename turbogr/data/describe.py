@@ -1,6 +1,5 @@
 """Shows what a prepared folder holds: its counts and options as tables, its lengths and popularities as a picture."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rich.text import Text
 
 from turbogr.data.prepared import PreparedData
 from turbogr.errors import DataError
+from turbogr.files import replace_file
 
 _PROTOCOLS = {
     "three_way": "three_way: last event test, last but one validation, the rest training",
@@ -237,12 +237,8 @@ def _short(value: float, _position: int | None = None) -> str:
 
 
 def _save(figure: Figure, png: Path) -> None:
-    temporary = png.with_name(f".{png.name}.{os.getpid()}.tmp")
     try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, png)
+        replace_file(png, lambda file: figure.savefig(file, format="png"))
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{png}: the picture cannot be written ({reason}); give another place with --png") from error
-    finally:
-        temporary.unlink(missing_ok=True)

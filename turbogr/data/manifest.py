@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pyarrow as pa
 
 from turbogr.data.features import SIDES
 from turbogr.errors import DataError
+from turbogr.files import replace_file
 
 FORMAT, FORMAT_WITH_FEATURES = 1, 2
 """The format of a folder. One without features is still written as format 1, which every version of turbogr reads; one with
@@ -127,9 +127,8 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         The manifest with ``format``.
     """
     manifest = {"format": FORMAT_WITH_FEATURES if manifest.get("features") else FORMAT, **manifest}
-    temporary = folder / (MANIFEST + ".part")
-    temporary.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / MANIFEST)
+    text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
+    replace_file(folder / MANIFEST, lambda file: file.write_text(text, encoding="utf-8"))
     return manifest
 
 

@@ -275,7 +275,7 @@ class SparseEngine:
     def settle(self) -> None:
         """Waits until nothing that was begun is under way any more."""
         for lane in (self._host_lane, self._lane):
-            lane.submit(lambda: None).wait()
+            lane.settle()
 
     def discard(self) -> None:
         """Forgets gradients and look-ups that must not be used (an interrupted or failed step); no communication.

@@ -34,6 +34,9 @@ class Lane(Protocol):
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """Gives a piece of work to the lane; returns at once."""
 
+    def settle(self) -> None:
+        """Waits until what it was given is done, or has failed."""
+
     def close(self) -> None:
         """Ends the lane; what it has not begun is dropped."""
 
@@ -55,6 +58,9 @@ class NoLane:
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """As in Lane."""
         return Done(work())
+
+    def settle(self) -> None:
+        """As in Lane."""
 
     def close(self) -> None:
         """Nothing to end."""
@@ -81,6 +87,11 @@ class ThreadLane:
         future: Future[T] = Future()
         self._work.put((work, future))
         return _OfThread(future)
+
+    def settle(self) -> None:
+        """As in Lane; begins no thread."""
+        if self._work is not None:
+            self.submit(lambda: None).wait()
 
     def close(self) -> None:
         """As in Lane; a later `submit` begins another thread, with a queue of its own."""
@@ -132,6 +143,10 @@ class StreamLane:
         with self.stream:
             result = work()
         return _OfStream(result, self.stream.record_event(), work, self.stream)
+
+    def settle(self) -> None:
+        """As in Lane: the caller's stream waits."""
+        self.submit(lambda: None).wait()
 
     def close(self) -> None:
         """Nothing to end: what was queued will run."""

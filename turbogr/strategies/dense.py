@@ -75,8 +75,9 @@ class TracedReduction:
         Args:
             bucket: as DDP gives it to a communication hook.
         """
-        if not self._under_way:
+        if bucket.index() == 0:
             # Called when the last gradient is there, before DDP, which asks for the same with its last bucket, waits in C++.
+            self._under_way = []  # of a backward pass that failed
             Variable._execution_engine.queue_callback(self._wait)
         start, batch = time.perf_counter(), self._number()
         gradients = bucket.buffer().mul_(1.0 / dist.get_world_size())

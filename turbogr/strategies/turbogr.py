@@ -81,8 +81,8 @@ class TurboGRStrategy(DDPOnNPU):
 
     Args:
         groups: M, the number of copies of the tables; must divide the number of ranks. "auto" chooses by the rule of
-            `turbogr.sparse.groups`, from the rows of the first batches, memory and links; a run that is
-            taken up with another number than it had says so.
+            `turbogr.sparse.groups`, from the rows of the first batches, memory and links; training
+            that is taken up on as many ranks, but with another number, says so.
         mode: "semi_async", rows are updated one step later than the dense parameters, so that what travels does so beside the
             computation (TurboGR, sections 4.2.2 and 4.2.3); "sync", every batch sees the updates of all before it.
         batches_in_flight: from the one whose rows are being updated to the one that is being loaded, 2 to 8. What is trained
@@ -349,7 +349,8 @@ class TurboGRStrategy(DDPOnNPU):
         module = self.lightning_module
         assert module is not None
         load_state(module, self.engine, checkpoint, strict)
-        self._asked.compare(checkpoint, self.world_size, self.topology.groups)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._asked.compare(checkpoint, self.world_size, self.topology.groups)
         self.pipeline.delayed = own_delayed(checkpoint, self.engine) if self.mode == "semi_async" else None
 
     # The end.
@@ -371,13 +372,21 @@ class TurboGRStrategy(DDPOnNPU):
         """Ends the lanes; a table that lies in this process as a whole is given back."""
         if self._board is not None:
             self._board.close()
-        if hasattr(self, "engine"):
-            if self.stop.agreed:  # all ranks leave at the same point: what they have begun together ends on all of them
-                self.pipeline.drop()
+        try:
+            if hasattr(self, "engine") and self.stop.agreed:
+                self.pipeline.drop()  # all ranks leave at this point: what they have begun together ends on all of them
+        finally:
+            if hasattr(self, "engine"):
+                self._leave_engine()
+            super().teardown()
+
+    def _leave_engine(self) -> None:
+        whole = self.topology.group_size == 1
+        # After an exception other ranks may wait for what is under way here; a later fit of these tables comes behind it.
+        if whole or self.stop.agreed or self._trainer.state.status != TrainerStatus.INTERRUPTED:
             self.engine.close()
-            if self.topology.group_size == 1:
-                self._table.engine = None
-        super().teardown()
+        if whole:
+            self._table.engine = None
 
     @property
     def failed_elsewhere(self) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.ascendc.compile import FLAGS, all_compiled, cache, launchers, linked
+from tests.ascendc.compile import FLAGS, all_compiled, cache, compiler, compiler_version, launchers, linked
 from tests.ascendc.plugin import gate
 from turbogr.ops.npu_plugin import KERNELS, PLUGIN
 
@@ -25,7 +25,8 @@ def build() -> Path:
         [(HERE / "host_device.cpp", torch_flags), *((x, FLAGS) for x in [HERE / "platform.cpp", *launchers()])]
     )
     parts = {DEVICE: ([device], libraries), PLUGIN: (gate.objects(), libraries), KERNELS: (of_kernels, [])}
-    everything = "".join(str(file) for objects, _ in parts.values() for file in objects)
+    made_of = [str(word) for part in parts.values() for words in part for word in words]
+    everything = "\0".join([*compiler(), compiler_version(), *made_of])
     folder = cache() / f"plugin-{hashlib.sha256(everything.encode()).hexdigest()[:32]}"
     for name, (objects, needed) in parts.items():
         linked(name, objects, needed, folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock  # torch brings it
 
-from tests.ascendc.compile import cache, compiler
+from tests.ascendc.compile import cache, compiler, compiler_version
 from turbogr import cann, npu_build
 from turbogr.ops import npu_plugin, toolchain
 
@@ -76,7 +76,7 @@ def objects() -> list[Path]:
 def _folder(kind: str) -> Path:
     """For what is compiled of these sources, by these commands, with this compiler."""
     digest = hashlib.sha256(npu_plugin.libraries().plugin.parent.name.encode())  # sources and releases
-    digest.update("\0".join([*COMMAND, toolchain.compiler()[1]]).encode())
+    digest.update("\0".join([*COMMAND, *compiler(), compiler_version()]).encode())
     for module in (cann, npu_build, npu_plugin, toolchain):
         digest.update(Path(str(module.__file__)).read_bytes() + b"\0")
     return cache() / f"{kind}-{digest.hexdigest()[:32]}"
