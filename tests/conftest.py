@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import turbogr  # noqa: F401  (before torch: see its OpenMP settings)
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
-@pytest.fixture(autouse=True)
-def no_ranks_left() -> Iterator[None]:
+@contextmanager
+def ranks_closed() -> Iterator[None]:
     """What a trainer leaves open until the process ends, its process group and the rendezvous in the environment, ends here."""
     from torch import distributed
 
@@ -30,6 +31,20 @@ def no_ranks_left() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_ranks_left_by_a_file() -> Iterator[None]:
+    """Nor what a fixture of a whole file leaves."""
+    with ranks_closed():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_left() -> Iterator[None]:
+    """No test meets the ranks of another."""
+    with ranks_closed():
+        yield
 
 
 @pytest.fixture(scope="session")
